@@ -31,7 +31,7 @@ from grpo_tasks.tracking.registry import approval_of, decide_pending, find_versi
 from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
 from schemas.errors import DamagedError, ModelError, TrackingError
-from schemas.hints.search import without_gone
+from schemas.hints import without_gone
 from schemas.results.base import Result
 from schemas.results.publication import Approval, Publication, Trained
 from schemas.secret import hide

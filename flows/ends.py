@@ -25,13 +25,12 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort, ObjectNotFound
 from prefect.runtime import deployment
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
 
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.processes.lifetime import ProcessIdentity
 from grpo_tasks.processes.signals import Handler, ended_by, handled
-from grpo_tasks.running.orchestrator import Wait, run_logger
+from grpo_tasks.running.orchestrator import impatient_client, run_logger
 from schemas.errors import EndedByOthers
 
 POLL_S = 3.0
@@ -93,7 +92,7 @@ def watched(flow_run_id: str | None) -> Iterator[None]:
 
 
 def _poll(run_id: UUID, watch: _Watch, finished: threading.Event) -> None:
-    with _impatient() as client:
+    with impatient_client() as client:
         while not finished.wait(POLL_S):
             # A server that is away, or that fails, has ended nothing.
             with suppress(Exception):
@@ -108,13 +107,6 @@ def _poll(run_id: UUID, watch: _Watch, finished: threading.Event) -> None:
                         # A real signal: it also interrupts a request that waits for an answer.
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 return
-
-
-@contextmanager
-def _impatient() -> Iterator[SyncPrefectClient]:
-    # No retries: a server that is away must not delay the end of the run.
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(CLIENT_SETTINGS, sync_client=True) as client:
-        yield client
 
 
 def _ended(client: SyncPrefectClient, run_id: UUID) -> EndedByOthers | None:
@@ -148,7 +140,7 @@ def _settled(run_id: UUID, state: State[Any]) -> State[Any]:
         return state
     said = "cancelled while it ran" if state.is_cancelling() else f"set to {state.name} while it ran: it was stopped"
     last: State[Any] = Cancelled(message=said)
-    with suppress(Exception), _impatient() as client:
+    with suppress(Exception), impatient_client() as client:
         client.set_flow_run_state(run_id, last, force=True)
     return last
 
@@ -163,7 +155,7 @@ def require_wanted(flow_run_id: str | None) -> None:
     """
     if flow_run_id is None:
         return
-    run_id, wait = UUID(str(flow_run_id)), Wait()
+    run_id, said = UUID(str(flow_run_id)), False
     with get_client(sync_client=True) as client:
         while True:
             ended = _ended(client, run_id)
@@ -172,7 +164,9 @@ def require_wanted(flow_run_id: str | None) -> None:
             state = client.read_flow_run(run_id).state
             if state is None or not state.is_paused():
                 return
-            wait.begin("the run is paused: it publishes when it is resumed")
+            if not said:
+                run_logger().info("the run is paused: it publishes when it is resumed")
+                said = True
             time.sleep(POLL_S)
 
 

@@ -8,11 +8,10 @@ from uuid import UUID
 
 from flows.frozen_inputs import Inputs, frozen_inputs
 from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_working_directory
-from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_logger, run_name, send_event
+from grpo_tasks.running.orchestrator import flow_run_id, flow_run_name, flow_run_url, locked, run_logger, send_event
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.pruning import curve_of, publish_curve
@@ -177,12 +176,13 @@ def open_flow_run(
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:
         name = variant.label
-    run_id = flow_run_id()
+    run_id, folder = flow_run_id(), config.resources.output_dir / config.name
     with (
         _report_disk_full(config.resources.output_dir),
         hidden_errors(),
-        _folder_lock(config, fresh),
-        state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
+        # Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder.
+        locked(folder / LOCKS / "folder", f"uses the same folder {folder}", who=f"the run {config.name}", shared=not fresh),
+        state_in_prefect(folder / ".running", run_id),
         open_run(
             inputs.given,
             inputs=inputs.config,
@@ -198,7 +198,7 @@ def open_flow_run(
     ):
         pruning = variant.pruning if variant else None
         warn(tracked.said_about_files())
-        run = FlowRun(tracked, inputs, config.resources.output_dir / config.name, fresh, run_id, pruning)
+        run = FlowRun(tracked, inputs, folder, fresh, run_id, pruning)
         run.show_links()
         yield run
         for change in inputs.newly_changed():
@@ -214,20 +214,6 @@ def state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
     from flows.ends import noted, watched
 
     with noted(folder, run_id), watched(run_id):
-        yield
-
-
-@contextmanager
-def _folder_lock(config: RunConfig, fresh: bool) -> Iterator[None]:
-    """Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder."""
-    lock = config.resources.output_dir / config.name / LOCKS / "folder"
-    wait = Wait()
-
-    def waiting(holder: str) -> None:
-        wait.begin(f"waiting for {holder}, which uses the same folder {lock.parent.parent}")
-
-    with alone(lock, who=f"the run {run_name() or config.name}", shared=not fresh, waiting=waiting):
-        wait.over()
         yield
 
 

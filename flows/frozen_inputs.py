@@ -21,7 +21,6 @@ from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource
 from schemas.config.learning.interaction import references_in
-from schemas.config.learning.judge import JudgeConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import is_local, resolve
@@ -53,7 +52,9 @@ class Inputs:
         now = [*self.copies.changed(), *(path for path, sha256 in self.hashed.items() if _sha256_or_none(path) != sha256)]
         new = [path for path in dict.fromkeys(now) if path not in self._said]
         self._said.update(new)
-        return [f"{_shown(path)} has changed since this run started: this run ignores the change" for path in new]
+        here = Path.cwd()
+        shown = [path.relative_to(here) if path.is_relative_to(here) else path for path in new]
+        return [f"{path} has changed since this run started: this run ignores the change" for path in shown]
 
 
 def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
@@ -71,12 +72,9 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
         folder = _copied(config, parent)
     copies = copies_in([folder])
     assert copies is not None, "the copies were made above"
-    files = _gold_files(config)
     hashed = {file: source.sha256 or file_sha256(file) for file, source in _data_files(config)}
-    hashed |= {path: file_sha256(path) for path in files}
-    gold = {path: _kept_file(path, hashed[path], parent) for path in files}
     given = _locked(config, hashed)
-    return Inputs(given, _with_gold(_with_folder(given, folder), gold), copies, hashed)
+    return Inputs(given, _with_gold(given.with_module_dir(folder, replace=True), parent, hashed), copies, hashed)
 
 
 def _copied(config: RunConfig, parent: Path) -> Path:
@@ -95,32 +93,15 @@ def _copied(config: RunConfig, parent: Path) -> Path:
     )
 
 
-def _with_folder(config: RunConfig, folder: Path) -> RunConfig:
-    here = {"module_dir": folder}
-    stages = [
-        stage
-        if stage.demonstrations is None
-        else stage.model_copy(update={"demonstrations": stage.demonstrations.model_copy(update=here)})
-        for stage in config.stages
-    ]
-    update = {"rewards": config.rewards.model_copy(update=here), "interaction": config.interaction.model_copy(update=here)}
-    return config.model_copy(update={**update, "stages": stages})
-
-
-def _judges(config: RunConfig) -> dict[str, JudgeConfig]:
-    return {name: reward.judge for name, reward in config.rewards.functions.items() if reward.judge is not None}
-
-
-def _gold_files(config: RunConfig) -> list[Path]:
-    return [judge.gold for judge in _judges(config).values() if judge.gold is not None and judge.gold.is_file()]
-
-
-def _with_gold(config: RunConfig, kept: dict[Path, Path]) -> RunConfig:
+def _with_gold(config: RunConfig, parent: Path, hashed: dict[Path, str]) -> RunConfig:
+    """The config with copies of the files with gold pairs; their hashes are put in."""
     functions = dict(config.rewards.functions)
-    for name, judge in _judges(config).items():
-        if judge.gold in kept:
-            changed = judge.model_copy(update={"gold": kept[judge.gold]})
-            functions[name] = functions[name].model_copy(update={"judge": changed})
+    for name, reward in functions.items():
+        judge = reward.judge
+        if judge is not None and judge.gold is not None and judge.gold.is_file():
+            hashed[judge.gold] = file_sha256(judge.gold)
+            kept = _kept_file(judge.gold, hashed[judge.gold], parent)
+            functions[name] = reward.model_copy(update={"judge": judge.model_copy(update={"gold": kept})})
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
 
 
@@ -164,7 +145,3 @@ def _sha256_or_none(path: Path) -> str | None:
         return file_sha256(path, remembered=True)
     except OSError:
         return None
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(here)) if path.is_relative_to(here := Path.cwd()) else str(path)

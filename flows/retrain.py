@@ -54,14 +54,15 @@ def retrain_flow(
     asked = what_was_asked()
     # An alias as base: its version, because another version behind it is a change as well.
     config = asked.config if asked else with_pinned_model(load_config(source, overrides))
+    # Prefect allows no such characters in the name of a limit.
+    limit = RETRAINING + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
     # A schedule and an event may start it at the same time. The second run waits here, and then finds the result of the first.
-    with hold(_limit_of(config)):
-        return _report(config, _resumed(config, force) if asked else _retrain(config, start_from, force))
-
-
-def _limit_of(config: RunConfig) -> str:
-    """Name of the concurrency limit of a registered model, without the characters that Prefect does not allow."""
-    return RETRAINING + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
+    with hold(limit):
+        # A suspended run continues with its own version, whatever has become champion or base meanwhile.
+        result = _result(run_pipeline(config, fresh=force)) if asked else _retrain(config, start_from, force)
+        get_run_logger().info(result.reason)
+        create_markdown_artifact(key="retraining", markdown=f"# {config.registered_model}\n\n{result.reason}\n")
+        return result
 
 
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
@@ -78,11 +79,6 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
         return RetrainResult(trained=False, reason=reason)
     started = _from_champion(config) if start_from == "champion" else config
     return _result(run_pipeline(started, fresh=force, tags=made_of, copies=inputs.copies.folder))
-
-
-def _resumed(config: RunConfig, force: bool) -> RetrainResult:
-    """Continue with the version that a person was asked about, whatever has become champion or base meanwhile."""
-    return _result(run_pipeline(config, fresh=force))
 
 
 def _result(made: PipelineResult) -> RetrainResult:
@@ -103,12 +99,6 @@ def _from_champion(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None}).locked(None)}
     )
-
-
-def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:
-    get_run_logger().info(result.reason)
-    create_markdown_artifact(key="retraining", markdown=f"# {config.registered_model}\n\n{result.reason}\n")
-    return result
 
 
 @locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")

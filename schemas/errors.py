@@ -48,6 +48,9 @@ class UserError(Exception):
     title: ClassVar[str] = "The run cannot continue"
     exit_code: ClassVar[int] = 1
 
+    def __init_subclass__(cls, *, title: str | None = None, exit_code: int | None = None) -> None:
+        cls.title, cls.exit_code = title or cls.title, exit_code or cls.exit_code
+
     def __init__(self, message: str, *, place: str = "", fix: str = "") -> None:
         self.message, self.place, self.fix = (shorten(hide(text)) for text in (message, place, fix))
         super().__init__(self.message)
@@ -61,7 +64,7 @@ class UserError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.place, self.fix))
+        return (UserError.from_json, (self.to_json(),))
 
     def to_json(self) -> str:
         """A JSON object that `from_json` turns back into the same error."""
@@ -92,67 +95,44 @@ def _find(name: str, module: str) -> type[UserError]:
     return found if isinstance(found, type) and issubclass(found, UserError) else UserError
 
 
-def _rebuild(kind: type[UserError], message: str, place: str, fix: str) -> UserError:
-    return kind(message, place=place, fix=fix)
-
-
-class ConfigError(UserError):
+class ConfigError(UserError, title="The configuration is invalid", exit_code=2):
     """An invalid config file, `--set` override or form value."""
 
-    title = "The configuration is invalid"
-    exit_code = 2
 
-
-class DataError(UserError):
+class DataError(UserError, title="The data is invalid"):
     """A data file that cannot be read, or more invalid rows than allowed."""
 
-    title = "The data is invalid"
 
-
-class RewardError(UserError):
+class RewardError(UserError, title="A reward function failed"):
     """A reward function that raised, timed out or violated its contract."""
 
-    title = "A reward function failed"
 
-
-class JudgeUnavailableError(RewardError):
+class JudgeUnavailableError(RewardError, title="The judge is not available"):
     """A judge that does not answer, or may not be asked any more. The stage can be resumed."""
 
-    title = "The judge is not available"
 
-
-class LabError(UserError):
+class LabError(UserError, title="The reward lab stopped the run"):
     """A check of the reward lab failed; nothing was trained."""
 
-    title = "The reward lab stopped the run"
 
-
-class ModelError(UserError):
+class ModelError(UserError, title="The model cannot be used"):
     """A base model, tokenizer or adapter that cannot be loaded or used."""
 
-    title = "The model cannot be used"
 
-
-class TrainingError(UserError):
+class TrainingError(UserError, title="The training stage stopped"):
     """A stage that cannot continue: values that are not finite, or a damaged stage directory."""
-
-    title = "The training stage stopped"
 
 
 class NotFiniteError(TrainingError):
     """A loss or gradient that is not finite. The weights are those before the update."""
 
 
-class PrunedError(TrainingError):
+class PrunedError(TrainingError, title="The run was pruned"):
     """A run of a sweep that ends early, because others do better. Its stage has a checkpoint to resume from."""
 
-    title = "The run was pruned"
 
-
-class RolloutError(UserError):
+class RolloutError(UserError, title="The rollout server cannot be used"):
     """The rollout server failed, or serves another model than the policy."""
-
-    title = "The rollout server cannot be used"
 
 
 class ServerGoneError(RolloutError):
@@ -163,56 +143,40 @@ class ServerBusyError(ServerGoneError):
     """A server that did not answer in time, or refuses a request because it has too many."""
 
 
-class MergeError(UserError):
+class MergeError(UserError, title="The merged model is wrong"):
     """A merged model that differs from base + adapter. It is never published."""
 
-    title = "The merged model is wrong"
 
-
-class ServedModelError(UserError):
+class ServedModelError(UserError, title="The published model answers otherwise"):
     """An artifact that cannot be loaded, or answers otherwise than the merged model. It is not registered."""
 
-    title = "The published model answers otherwise"
 
-
-class DamagedError(UserError):
+class DamagedError(UserError, title="A file was changed or damaged"):
     """A file that changed since its step wrote it."""
 
-    title = "A file was changed or damaged"
 
-
-class TrackingError(UserError):
+class TrackingError(UserError, title="MLflow could not record the run"):
     """MLflow refused a request or cannot be reached."""
-
-    title = "MLflow could not record the run"
 
 
 class StoreAwayError(TrackingError):
     """MLflow does not answer, or answers that it cannot at the moment."""
 
 
-class OrchestratorError(UserError):
+class OrchestratorError(UserError, title="Prefect cannot be reached"):
     """The configured Prefect server does not answer."""
 
-    title = "Prefect cannot be reached"
 
-
-class ClusterError(UserError):
+class ClusterError(UserError, title="The cluster cannot be used"):
     """A Ray cluster that cannot be joined, or one of its nodes that cannot train the stage."""
 
-    title = "The cluster cannot be used"
 
-
-class ChildDied(UserError):  # noqa: N818 - it names what happened
+class ChildDied(UserError, title="A step's process died"):  # noqa: N818 - it names what happened
     """The process of a step ended without a result and without an error of ours (killed, out of memory)."""
 
-    title = "A step's process died"
 
-
-class DiskFullError(UserError):
+class DiskFullError(UserError, title="The disk is full"):
     """The disk is full."""
-
-    title = "The disk is full"
 
 
 class EndedByOthers(KeyboardInterrupt):

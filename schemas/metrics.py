@@ -9,7 +9,7 @@ A name that contains `*` stands for a family with one member per reward function
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 Better = Literal["higher", "lower", "neither"]
 
@@ -26,343 +26,274 @@ class Metric:
     """Which values are a warning sign, and what to do."""
     plot: str = ""
     """File name of the plot it is drawn in. Metrics with the same plot share its axes. Empty: not drawn."""
-    short: str = ""
-    """Label in the progress bar. Empty: not shown there."""
-    compared: bool = False
-    """Whether `grpo compare` draws its curve."""
     column: str = ""
     """Column of the evaluation samples that it is the mean of."""
-    headline: bool = False
-    """Whether the summary tables of an evaluation show it."""
+
+
+TRAINING: list[Metric] = []
+EVALUATION: list[Metric] = []
+
+
+def _update(name: str, meaning: str, unit: str = "", better: Better = "neither", alarm: str = "", plot: str = "") -> str:
+    TRAINING.append(Metric(name, meaning, unit, better, alarm, plot))
+    return name
+
+
+def _evaluation(name: str, meaning: str, unit: str = "", better: Better = "neither", alarm: str = "", column: str = "") -> str:
+    EVALUATION.append(Metric(name, meaning, unit, better, alarm, column=column))
+    return name
 
 
 # Measured once per update.
-REWARD = "reward"
-REWARD_STD = "reward_std"
-DEAD_GROUPS = "frac_reward_zero_std"
-KL = "kl"
-TASK_REWARD = "reward/task/*"
-EVAL_TASK_REWARD = "eval_reward/task/*"
-EVAL_REWARD = "eval_reward"
-EVAL_REWARD_MEAN = "eval_rewards/*/mean"
-EVAL_REWARD_SUCCESS = "eval_rewards/*/success"
-LOSS = "loss"
-TOKEN_ACCURACY = "token_accuracy"  # noqa: S105 - no password
-TRAINED_TOKENS = "trained_tokens"
-KEPT_COMPLETIONS = "kept_completions"
-KEPT_REWARD = "kept_reward"
-ENTROPY = "entropy"
-GRAD_NORM = "grad_norm"
-LOSS_SCALE = "loss_scale"
-SKIPPED_STEP = "skipped_step"
-LEARNING_RATE = "learning_rate"
-REWARD_MEAN = "rewards/*/mean"
-REWARD_FUNCTION_STD = "rewards/*/std"
-REWARD_SUCCESS = "rewards/*/success"
-REWARD_WEIGHT = "rewards/*/weight"
-MEAN_LENGTH = "completions/mean_length"
-TURNS = "conversations/turns"
-ENVIRONMENT_TOKENS = "conversations/environment_tokens"
-ENVIRONMENT_REWARD = "conversations/environment_reward"
-ENVIRONMENT_ERRORS = "conversations/errors"
-TOOL_CALLS = "tools/call_frequency"
-TOOL_ERRORS = "tools/failure_frequency"
-MIN_LENGTH = "completions/min_length"
-MAX_LENGTH = "completions/max_length"
-CLIPPED_RATIO = "completions/clipped_ratio"
-CLIP_LOW = "clip_ratio/low_mean"
-CLIP_HIGH = "clip_ratio/high_mean"
-CLIP_REGION = "clip_ratio/region_mean"
-SAMPLER_DIFFERENCE_MEAN = "sampling/sampling_logp_difference/mean"
-SAMPLER_DIFFERENCE_MAX = "sampling/sampling_logp_difference/max"
-SAMPLER_DIFFERENCE_WORST = "sampling/sampling_logp_difference/worst_sequence"
-SAMPLER_KL = "sampling/kl"
-IMPORTANCE_RATIO_MEAN = "sampling/importance_sampling_ratio/mean"
-IMPORTANCE_RATIO_MAX = "sampling/importance_sampling_ratio/max"
-EFFECTIVE_SAMPLE_SIZE = "sampling/effective_sample_size"
-OFF_POLICY_MASKED = "sampling/off_policy_masked"
-DROPPED_GROUPS = "dynamic_sampling/dropped_groups"
-POLICY_LAG = "sampling/policy_lag"
-TRAINER_WAIT = "sampling/trainer_wait_time"
-SAMPLER_WAIT = "sampling/sampler_wait_time"
-SYNC_TIME = "sampling/sync_time"
-SYNC_BYTES = "sampling/sync_bytes"
-QUEUE_DEPTH = "sampling/queue_depth"
-REPLICAS_SERVING = "sampling/replicas_serving"
-REPLICA_TOKENS_PER_S = "replica/*/tokens_per_s"
-NUM_TOKENS = "num_tokens"
-TOKENS_PER_S = "tokens_per_s"
-STEP_TIME = "step_time"
-ROLLOUT_TIME = "rollout_time"
-REWARD_TIME = "reward_time"
-GPU_MEMORY = "gpu_memory"
-ENERGY = "energy"
-EPOCH = "epoch"
-
-# Measured once per evaluation.
-ACCURACY: Final = "accuracy"
-FORMAT_RATE: Final = "format_rate"
-LENIENT_ACCURACY: Final = "lenient_accuracy"
-GREEDY_ACCURACY = "greedy_accuracy"
-GREEDY_FORMAT_RATE = "greedy_format_rate"
-GREEDY_LENIENT_ACCURACY = "greedy_lenient_accuracy"
-PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
-PASS_AT_K: Final = "pass_at_k"  # noqa: S105 - no password
-TRUNCATED_RATE = "truncated_rate"
-FAILED_RATE = "failed_rate"
-COMPLETION_LENGTH = "mean_length"
-GREEDY_REWARD = "greedy_reward"
-TASK_ACCURACY = "accuracy/task/*"
-TASK_FORMAT_RATE = "format_rate/task/*"
-
-# Of the guards of a promotion.
-GUARD_CHANGE = "guard/*/change"
-GUARD_PASSED = "guard/*/passed"
-
-TRAINING: tuple[Metric, ...] = (
-    Metric(
-        REWARD,
-        "mean weighted reward of all completions of the update",
-        better="higher",
-        alarm="flat: the policy does not learn",
-        plot="reward",
-        short="reward",
-        compared=True,
-    ),
-    Metric(
-        REWARD_STD,
-        "standard deviation of the reward within a group, averaged over groups",
-        better="higher",
-        alarm="near 0: all completions of a group earn the same, so there is no advantage to learn from",
-        plot="reward_std",
-        short="std",
-        compared=True,
-    ),
-    Metric(
-        DEAD_GROUPS,
-        "share of dead groups, whose completions all earn the same",
-        "share",
-        "lower",
-        plot="dead_groups",
-        compared=True,
-    ),
-    Metric(
-        KL,
-        "mean KL divergence from the reference policy (k3 estimator); with beta 0 it is measured every kl_every_steps updates",
-        "nats/token",
-        "lower",
-        "above 0.5: the policy has moved far from the reference, lower the learning rate",
-        plot="kl",
-        short="kl",
-        compared=True,
-    ),
-    Metric(TASK_REWARD, "mean weighted reward of the completions of one task", better="higher", plot="tasks"),
-    Metric(
-        EVAL_TASK_REWARD, "mean weighted reward of completions of held-out prompts of one task", better="higher", plot="tasks"
-    ),
-    Metric(EVAL_REWARD, "mean weighted reward of completions of held-out prompts", better="higher", plot="reward"),
-    Metric(EVAL_REWARD_MEAN, "mean raw score of one reward function on held-out prompts", better="higher"),
-    Metric(EVAL_REWARD_SUCCESS, "share of held-out completions that earn the function's full score", "share", "higher"),
-    Metric(
-        LOSS,
-        "policy loss; it starts near 0 and may rise while the model improves, so watch the reward. In a stage of kind sft or "
-        "rejection the mean cross entropy of the trained tokens, which falls",
-        plot="loss",
-    ),
-    Metric(
-        TOKEN_ACCURACY,
-        "share of trained tokens that the policy itself ranks first; kinds sft and rejection only",
-        "share",
-        "higher",
-        plot="token_accuracy",
-        short="token_acc",
-    ),
-    Metric(TRAINED_TOKENS, "tokens with a loss in the update: those of the assistant; kinds sft and rejection only", "tokens"),
-    Metric(KEPT_COMPLETIONS, "share of the sampled completions that the update trained on; kind rejection only", "share"),
-    Metric(
-        KEPT_REWARD,
-        "mean weighted reward of the completions that the update trained on; kind rejection only",
-        better="higher",
-        plot="reward",
-    ),
-    Metric(ENTROPY, "mean entropy of the distributions that tokens were sampled from", "nats/token", plot="entropy"),
-    Metric(GRAD_NORM, "norm of the gradient before clipping", plot="grad_norm"),
-    Metric(LOSS_SCALE, "loss scale in float16; it halves when a gradient overflows and doubles after 2,000 updates"),
-    Metric(SKIPPED_STEP, "1 for a float16 update whose gradient overflowed: it changed no weight", better="lower"),
-    Metric(LEARNING_RATE, "learning rate of the update", plot="learning_rate"),
-    Metric(REWARD_MEAN, "mean raw score of one reward function, before its weight", better="higher", plot="rewards"),
-    Metric(REWARD_FUNCTION_STD, "standard deviation of the raw score over the update"),
-    Metric(REWARD_SUCCESS, "share of completions that earn the function's full score", "share", "higher"),
-    Metric(REWARD_WEIGHT, "weight of the function in the sum; it changes when it is adaptive", plot="reward_weights"),
-    Metric(MEAN_LENGTH, "mean completion length", "tokens", plot="completion_length", short="length", compared=True),
-    Metric(MIN_LENGTH, "shortest completion", "tokens"),
-    Metric(MAX_LENGTH, "longest completion", "tokens", plot="completion_length"),
-    Metric(
-        CLIPPED_RATIO,
-        "share of completions that were cut off at max_completion_length (finish reason 'length')",
-        "share",
-        "lower",
-        "high: raise max_completion_length",
-        plot="truncated",
-    ),
-    Metric(CLIP_LOW, "share of tokens whose ratio is clipped from below", "share"),
-    Metric(CLIP_HIGH, "share of tokens whose ratio is clipped from above", "share"),
-    Metric(CLIP_REGION, "share of tokens whose ratio is clipped either way", "share"),
-    Metric(SAMPLER_DIFFERENCE_MEAN, "mean |log p(sampler) - log p(trainer)| of the sampled tokens", "nats", "lower"),
-    Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
-    Metric(
-        SAMPLER_DIFFERENCE_WORST,
-        "largest |mean of log p(sampler) - log p(trainer)| over the tokens of a completion: the log of its geometric-mean ratio",
-        "nats/token",
-        "lower",
-        "far above the mean difference: a few completions come from another policy",
-    ),
-    Metric(SAMPLER_KL, "KL(sampler || trainer), estimated from the sampled tokens (k3)", "nats/token", "lower"),
-    Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
-    Metric(IMPORTANCE_RATIO_MAX, "largest ratio between the trainer's and the sampler's probability of a token", better="lower"),
-    Metric(
-        EFFECTIVE_SAMPLE_SIZE,
-        "share of the trained tokens that count after the correction for the sampler: (sum w)^2 / (n sum w^2) of its weights w",
-        "share",
-        "higher",
-        "below 0.5: the sampler is far from the trainer; lower rollout.max_staleness",
-    ),
-    Metric(
-        OFF_POLICY_MASKED,
-        "share of completions whose policy term off_policy_mask_threshold leaves out",
-        "share",
-        "lower",
-    ),
-    Metric(DROPPED_GROUPS, "groups that were sampled for the update and not trained on", "groups", "lower"),
-    Metric(
-        POLICY_LAG,
-        "updates between the policy that sampled the rollout and the one that first trained on it; with a vLLM server only",
-        "updates",
-        "lower",
-        "never above rollout.max_staleness",
-    ),
-    Metric(
-        TRAINER_WAIT,
-        "time the trainer waited for the rollout",
-        "s",
-        "lower",
-        "near step_time: sampling is the bottleneck; add replicas",
-    ),
-    Metric(
-        SAMPLER_WAIT,
-        "time the servers had nothing to sample before this rollout",
-        "s",
-        "lower",
-        "near step_time: training is the bottleneck, or rollout.max_staleness is 0",
-    ),
-    Metric(SYNC_TIME, "time to hand the policy to all servers and to verify it", "s", "lower"),
-    Metric(SYNC_BYTES, "size of the weights that all servers together have loaded since the policy changed", "bytes", "lower"),
-    Metric(QUEUE_DEPTH, "requests that waited for a server, averaged over the rollout", "requests", "lower"),
-    Metric(
-        REPLICAS_SERVING,
-        "fewest servers that sampled at any time of the rollout",
-        "servers",
-        "higher",
-        "below the number of servers: one failed or lagged; the stage's events say why",
-    ),
-    Metric(REPLICA_TOKENS_PER_S, "completion tokens per second of one server, counted from 0", "tokens/s", "higher"),
-    Metric(NUM_TOKENS, "prompt and completion tokens processed since the stage began", "tokens"),
-    Metric(
-        TOKENS_PER_S,
-        "completion tokens sampled and trained on per second of the update",
-        "tokens/s",
-        "higher",
-        plot="tokens_per_s",
-    ),
-    Metric(STEP_TIME, "duration of the update", "s", "lower"),
-    Metric(ROLLOUT_TIME, "time the update spent sampling", "s", "lower"),
-    Metric(TURNS, "turns of the policy in a conversation, on average"),
-    Metric(ENVIRONMENT_TOKENS, "share of the tokens after the prompt that tools and environments said", "", "neither"),
-    Metric(ENVIRONMENT_REWARD, "mean of what the environment gave for a conversation", better="higher"),
-    Metric(
-        ENVIRONMENT_ERRORS,
-        "share of conversations that a fault of the environment ended; they get the lowest scores of their group, none above 0",
-        better="lower",
-        alarm="above 0.05: the environment fails; the table of completions has its errors",
-    ),
-    Metric(TOOL_CALLS, "calls of tools in a conversation, on average"),
-    Metric(TOOL_ERRORS, "share of the calls of tools that were answered with an error", better="lower"),
-    Metric(REWARD_TIME, "time the update spent in reward functions", "s", "lower"),
-    Metric(GPU_MEMORY, "peak GPU memory during the update", "GiB", "lower"),
-    Metric(ENERGY, "energy the GPU used during the update (NVML)", "J", "lower"),
-    Metric(EPOCH, "passes over the training prompts", "epochs"),
+REWARD = _update(
+    "reward",
+    "mean weighted reward of all completions of the update",
+    better="higher",
+    alarm="flat: the policy does not learn",
+    plot="reward",
 )
-
-EVALUATION: tuple[Metric, ...] = (
-    Metric(
-        FORMAT_RATE, "share of sampled completions in the strict format", "share", "higher", column="strict_format", headline=True
-    ),
-    Metric(
-        ACCURACY,
-        "share of sampled completions that are strictly right: strict format and the right answer",
-        "share",
-        "higher",
-        column="correct",
-        headline=True,
-    ),
-    Metric(GREEDY_ACCURACY, "strict accuracy of greedy completions", "share", "higher", column="correct", headline=True),
-    Metric(
-        LENIENT_ACCURACY,
-        "share of sampled completions with the right answer in any format",
-        "share",
-        "higher",
-        column="lenient_correct",
-        headline=True,
-    ),
-    Metric(GREEDY_FORMAT_RATE, "format rate of greedy completions", "share", "higher", column="strict_format"),
-    Metric(GREEDY_LENIENT_ACCURACY, "lenient accuracy of greedy completions", "share", "higher", column="lenient_correct"),
-    Metric(PASS_AT_1, "unbiased pass@1 of the sampled completions (strict)", "share", "higher", column="correct"),
-    Metric(
-        PASS_AT_K,
-        "unbiased pass@k of the sampled completions (strict), k = evaluation.num_samples",
-        "share",
-        "higher",
-        column="correct",
-        headline=True,
-    ),
-    Metric(
-        TRUNCATED_RATE,
-        "share of sampled completions that were cut off at the length limit",
-        "share",
-        "lower",
-        column="truncated",
-        headline=True,
-    ),
-    Metric(
-        FAILED_RATE,
-        "share of sampled conversations that a fault of the environment ended; they count as wrong, with the lowest scores",
-        "share",
-        "lower",
-        "above 0.05: the environment fails; the samples have its errors",
-        column="failed",
-    ),
-    Metric(COMPLETION_LENGTH, "mean length of sampled completions", "tokens", column="completion_tokens", headline=True),
-    Metric(
-        REWARD,
-        "mean weighted reward of sampled completions, by the functions of evaluation.rewards",
-        better="higher",
-        column=REWARD,
-        headline=True,
-    ),
-    Metric(GREEDY_REWARD, "mean weighted reward of greedy completions", better="higher", column=REWARD),
-    Metric(REWARD_MEAN, "mean raw score of one reward function or evaluator on sampled completions", better="higher"),
-    Metric(TASK_ACCURACY, "accuracy on the prompts of one task", "share", "higher", column="correct"),
-    Metric(TASK_FORMAT_RATE, "format rate on the prompts of one task", "share", "higher", column="strict_format"),
-    Metric(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD),
-    Metric(GUARD_CHANGE, "change of the metric of one guard of the promotion against the champion or the base"),
-    Metric(GUARD_PASSED, "whether one guard of the promotion passed: 1 or 0", better="higher"),
+REWARD_STD = _update(
+    "reward_std",
+    "standard deviation of the reward within a group, averaged over groups",
+    better="higher",
+    alarm="near 0: all completions of a group earn the same, so there is no advantage to learn from",
+    plot="reward_std",
 )
+DEAD_GROUPS = _update(
+    "frac_reward_zero_std", "share of dead groups, whose completions all earn the same", "share", "lower", plot="dead_groups"
+)
+KL = _update(
+    "kl",
+    "mean KL divergence from the reference policy (k3 estimator); with beta 0 it is measured every kl_every_steps updates",
+    "nats/token",
+    "lower",
+    "above 0.5: the policy has moved far from the reference, lower the learning rate",
+    plot="kl",
+)
+TASK_REWARD = _update("reward/task/*", "mean weighted reward of the completions of one task", better="higher", plot="tasks")
+EVAL_TASK_REWARD = _update(
+    "eval_reward/task/*", "mean weighted reward of completions of held-out prompts of one task", better="higher", plot="tasks"
+)
+EVAL_REWARD = _update("eval_reward", "mean weighted reward of completions of held-out prompts", better="higher", plot="reward")
+EVAL_REWARD_MEAN = _update("eval_rewards/*/mean", "mean raw score of one reward function on held-out prompts", better="higher")
+EVAL_REWARD_SUCCESS = _update(
+    "eval_rewards/*/success", "share of held-out completions that earn the function's full score", "share", "higher"
+)
+LOSS = _update(
+    "loss",
+    "policy loss; it starts near 0 and may rise while the model improves, so watch the reward. In a stage of kind sft or "
+    "rejection the mean cross entropy of the trained tokens, which falls",
+    plot="loss",
+)
+TOKEN_ACCURACY = _update(
+    "token_accuracy",
+    "share of trained tokens that the policy itself ranks first; kinds sft and rejection only",
+    "share",
+    "higher",
+    plot="token_accuracy",
+)
+TRAINED_TOKENS = _update(
+    "trained_tokens", "tokens with a loss in the update: those of the assistant; kinds sft and rejection only", "tokens"
+)
+KEPT_COMPLETIONS = _update(
+    "kept_completions", "share of the sampled completions that the update trained on; kind rejection only", "share"
+)
+KEPT_REWARD = _update(
+    "kept_reward",
+    "mean weighted reward of the completions that the update trained on; kind rejection only",
+    better="higher",
+    plot="reward",
+)
+ENTROPY = _update("entropy", "mean entropy of the distributions that tokens were sampled from", "nats/token", plot="entropy")
+GRAD_NORM = _update("grad_norm", "norm of the gradient before clipping", plot="grad_norm")
+LOSS_SCALE = _update("loss_scale", "loss scale in float16; it halves when a gradient overflows and doubles after 2,000 updates")
+SKIPPED_STEP = _update("skipped_step", "1 for a float16 update whose gradient overflowed: it changed no weight", better="lower")
+LEARNING_RATE = _update("learning_rate", "learning rate of the update", plot="learning_rate")
+REWARD_MEAN = _update(
+    "rewards/*/mean", "mean raw score of one reward function, before its weight", better="higher", plot="rewards"
+)
+REWARD_FUNCTION_STD = _update("rewards/*/std", "standard deviation of the raw score over the update")
+REWARD_SUCCESS = _update("rewards/*/success", "share of completions that earn the function's full score", "share", "higher")
+REWARD_WEIGHT = _update(
+    "rewards/*/weight", "weight of the function in the sum; it changes when it is adaptive", plot="reward_weights"
+)
+MEAN_LENGTH = _update("completions/mean_length", "mean completion length", "tokens", plot="completion_length")
+MIN_LENGTH = _update("completions/min_length", "shortest completion", "tokens")
+MAX_LENGTH = _update("completions/max_length", "longest completion", "tokens", plot="completion_length")
+CLIPPED_RATIO = _update(
+    "completions/clipped_ratio",
+    "share of completions that were cut off at max_completion_length (finish reason 'length')",
+    "share",
+    "lower",
+    "high: raise max_completion_length",
+    plot="truncated",
+)
+CLIP_LOW = _update("clip_ratio/low_mean", "share of tokens whose ratio is clipped from below", "share")
+CLIP_HIGH = _update("clip_ratio/high_mean", "share of tokens whose ratio is clipped from above", "share")
+CLIP_REGION = _update("clip_ratio/region_mean", "share of tokens whose ratio is clipped either way", "share")
+SAMPLER_DIFFERENCE_MEAN = _update(
+    "sampling/sampling_logp_difference/mean", "mean |log p(sampler) - log p(trainer)| of the sampled tokens", "nats", "lower"
+)
+SAMPLER_DIFFERENCE_MAX = _update(
+    "sampling/sampling_logp_difference/max", "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"
+)
+SAMPLER_DIFFERENCE_WORST = _update(
+    "sampling/sampling_logp_difference/worst_sequence",
+    "largest |mean of log p(sampler) - log p(trainer)| over the tokens of a completion: the log of its geometric-mean ratio",
+    "nats/token",
+    "lower",
+    "far above the mean difference: a few completions come from another policy",
+)
+SAMPLER_KL = _update("sampling/kl", "KL(sampler || trainer), estimated from the sampled tokens (k3)", "nats/token", "lower")
+IMPORTANCE_RATIO_MEAN = _update(
+    "sampling/importance_sampling_ratio/mean",
+    "mean importance weight that corrects for the difference between sampler and trainer",
+)
+IMPORTANCE_RATIO_MAX = _update(
+    "sampling/importance_sampling_ratio/max",
+    "largest ratio between the trainer's and the sampler's probability of a token",
+    better="lower",
+)
+EFFECTIVE_SAMPLE_SIZE = _update(
+    "sampling/effective_sample_size",
+    "share of the trained tokens that count after the correction for the sampler: (sum w)^2 / (n sum w^2) of its weights w",
+    "share",
+    "higher",
+    "below 0.5: the sampler is far from the trainer; lower rollout.max_staleness",
+)
+OFF_POLICY_MASKED = _update(
+    "sampling/off_policy_masked", "share of completions whose policy term off_policy_mask_threshold leaves out", "share", "lower"
+)
+DROPPED_GROUPS = _update(
+    "dynamic_sampling/dropped_groups", "groups that were sampled for the update and not trained on", "groups", "lower"
+)
+POLICY_LAG = _update(
+    "sampling/policy_lag",
+    "updates between the policy that sampled the rollout and the one that first trained on it; with a vLLM server only",
+    "updates",
+    "lower",
+    "never above rollout.max_staleness",
+)
+TRAINER_WAIT = _update(
+    "sampling/trainer_wait_time",
+    "time the trainer waited for the rollout",
+    "s",
+    "lower",
+    "near step_time: sampling is the bottleneck; add replicas",
+)
+SAMPLER_WAIT = _update(
+    "sampling/sampler_wait_time",
+    "time the servers had nothing to sample before this rollout",
+    "s",
+    "lower",
+    "near step_time: training is the bottleneck, or rollout.max_staleness is 0",
+)
+SYNC_TIME = _update("sampling/sync_time", "time to hand the policy to all servers and to verify it", "s", "lower")
+SYNC_BYTES = _update(
+    "sampling/sync_bytes", "size of the weights that all servers together have loaded since the policy changed", "bytes", "lower"
+)
+QUEUE_DEPTH = _update("sampling/queue_depth", "requests that waited for a server, averaged over the rollout", "requests", "lower")
+REPLICAS_SERVING = _update(
+    "sampling/replicas_serving",
+    "fewest servers that sampled at any time of the rollout",
+    "servers",
+    "higher",
+    "below the number of servers: one failed or lagged; the stage's events say why",
+)
+REPLICA_TOKENS_PER_S = _update(
+    "replica/*/tokens_per_s", "completion tokens per second of one server, counted from 0", "tokens/s", "higher"
+)
+NUM_TOKENS = _update("num_tokens", "prompt and completion tokens processed since the stage began", "tokens")
+TOKENS_PER_S = _update(
+    "tokens_per_s", "completion tokens sampled and trained on per second of the update", "tokens/s", "higher", plot="tokens_per_s"
+)
+STEP_TIME = _update("step_time", "duration of the update", "s", "lower")
+ROLLOUT_TIME = _update("rollout_time", "time the update spent sampling", "s", "lower")
+TURNS = _update("conversations/turns", "turns of the policy in a conversation, on average")
+ENVIRONMENT_TOKENS = _update(
+    "conversations/environment_tokens", "share of the tokens after the prompt that tools and environments said", "", "neither"
+)
+ENVIRONMENT_REWARD = _update(
+    "conversations/environment_reward", "mean of what the environment gave for a conversation", better="higher"
+)
+ENVIRONMENT_ERRORS = _update(
+    "conversations/errors",
+    "share of conversations that a fault of the environment ended; they get the lowest scores of their group, none above 0",
+    better="lower",
+    alarm="above 0.05: the environment fails; the table of completions has its errors",
+)
+TOOL_CALLS = _update("tools/call_frequency", "calls of tools in a conversation, on average")
+TOOL_ERRORS = _update("tools/failure_frequency", "share of the calls of tools that were answered with an error", better="lower")
+REWARD_TIME = _update("reward_time", "time the update spent in reward functions", "s", "lower")
+GPU_MEMORY = _update("gpu_memory", "peak GPU memory during the update", "GiB", "lower")
+ENERGY = _update("energy", "energy the GPU used during the update (NVML)", "J", "lower")
+EPOCH = _update("epoch", "passes over the training prompts", "epochs")
 
-HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metric.headline)
+# Measured once per evaluation; the last two of the guards of a promotion.
+FORMAT_RATE = _evaluation(
+    "format_rate", "share of sampled completions in the strict format", "share", "higher", column="strict_format"
+)
+ACCURACY = _evaluation(
+    "accuracy",
+    "share of sampled completions that are strictly right: strict format and the right answer",
+    "share",
+    "higher",
+    column="correct",
+)
+GREEDY_ACCURACY = _evaluation("greedy_accuracy", "strict accuracy of greedy completions", "share", "higher", column="correct")
+LENIENT_ACCURACY = _evaluation(
+    "lenient_accuracy",
+    "share of sampled completions with the right answer in any format",
+    "share",
+    "higher",
+    column="lenient_correct",
+)
+GREEDY_FORMAT_RATE = _evaluation(
+    "greedy_format_rate", "format rate of greedy completions", "share", "higher", column="strict_format"
+)
+GREEDY_LENIENT_ACCURACY = _evaluation(
+    "greedy_lenient_accuracy", "lenient accuracy of greedy completions", "share", "higher", column="lenient_correct"
+)
+PASS_AT_1 = _evaluation("pass_at_1", "unbiased pass@1 of the sampled completions (strict)", "share", "higher", column="correct")
+PASS_AT_K = _evaluation(
+    "pass_at_k",
+    "unbiased pass@k of the sampled completions (strict), k = evaluation.num_samples",
+    "share",
+    "higher",
+    column="correct",
+)
+TRUNCATED_RATE = _evaluation(
+    "truncated_rate", "share of sampled completions that were cut off at the length limit", "share", "lower", column="truncated"
+)
+FAILED_RATE = _evaluation(
+    "failed_rate",
+    "share of sampled conversations that a fault of the environment ended; they count as wrong, with the lowest scores",
+    "share",
+    "lower",
+    "above 0.05: the environment fails; the samples have its errors",
+    column="failed",
+)
+COMPLETION_LENGTH = _evaluation("mean_length", "mean length of sampled completions", "tokens", column="completion_tokens")
+_evaluation(
+    REWARD, "mean weighted reward of sampled completions, by the functions of evaluation.rewards", better="higher", column=REWARD
+)
+GREEDY_REWARD = _evaluation("greedy_reward", "mean weighted reward of greedy completions", better="higher", column=REWARD)
+_evaluation(REWARD_MEAN, "mean raw score of one reward function or evaluator on sampled completions", better="higher")
+TASK_ACCURACY = _evaluation("accuracy/task/*", "accuracy on the prompts of one task", "share", "higher", column="correct")
+TASK_FORMAT_RATE = _evaluation(
+    "format_rate/task/*", "format rate on the prompts of one task", "share", "higher", column="strict_format"
+)
+_evaluation(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD)
+GUARD_CHANGE = _evaluation(
+    "guard/*/change", "change of the metric of one guard of the promotion against the champion or the base"
+)
+GUARD_PASSED = _evaluation("guard/*/passed", "whether one guard of the promotion passed: 1 or 0", better="higher")
+
+HEADLINES = (FORMAT_RATE, ACCURACY, GREEDY_ACCURACY, LENIENT_ACCURACY, PASS_AT_K, TRUNCATED_RATE, COMPLETION_LENGTH, REWARD)
 """Evaluation metrics that summary tables show, in this order."""
-CURVES: tuple[str, ...] = tuple(metric.name for metric in TRAINING if metric.compared)
+CURVES = (REWARD, REWARD_STD, DEAD_GROUPS, KL, MEAN_LENGTH)
 """Training metrics whose curves `grpo compare` draws."""
-PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if metric.short}
+PROGRESS = {REWARD: "reward", REWARD_STD: "std", KL: "kl", TOKEN_ACCURACY: "token_acc", MEAN_LENGTH: "length"}
 """Training metrics of the progress bar with their labels."""
 
 PROMOTING: tuple[str, ...] = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY, PASS_AT_K, REWARD, REWARD_MEAN)

@@ -15,7 +15,14 @@ FAULTS = pl.List(pl.Struct({"rule": pl.String, "value": pl.String}))
 SPLITS = ["train", "eval"]
 
 
-class Raw(pa.DataFrameModel):
+class _Strict(pa.DataFrameModel):
+    class Config:
+        """pandera: no other columns."""
+
+        strict = True
+
+
+class Raw(_Strict):
     """Every row as read: none is dropped, and prompts are not built yet."""
 
     split: str = pa.Field(isin=SPLITS)
@@ -40,13 +47,8 @@ class Raw(pa.DataFrameModel):
     task: str = pa.Field(nullable=True)
     """Task of the row; empty when the data has a single task, null when the task column has no text."""
 
-    class Config:
-        """pandera: no other columns."""
 
-        strict = True
-
-
-class Prompts(pa.DataFrameModel):
+class Prompts(_Strict):
     """Accepted rows of one split."""
 
     prompt_id: str = pa.Field(str_matches=r"^[0-9a-f]{16}$")
@@ -66,11 +68,6 @@ class Prompts(pa.DataFrameModel):
     extra: str
     """Other columns of the row as one JSON object; reward functions get them as keyword arguments."""
 
-    class Config:
-        """pandera: no other columns."""
-
-        strict = True
-
 
 class StagePrompts(Prompts):
     """Rows that a stage trains on, where pass rates are known before training."""
@@ -82,7 +79,7 @@ class StagePrompts(Prompts):
     pass_rate_high: float = pa.Field(nullable=True, ge=0.0, le=1.0)
 
 
-class LeftOut(pa.DataFrameModel):
+class LeftOut(_Strict):
     """Training rows that a stage leaves out because of their pass rate."""
 
     prompt_id: str
@@ -101,13 +98,8 @@ class LeftOut(pa.DataFrameModel):
     frequent_share: float = pa.Field(nullable=True, ge=0.0, le=1.0)
     """Share of completions with that answer."""
 
-    class Config:
-        """pandera: no other columns."""
 
-        strict = True
-
-
-class PassRates(pa.DataFrameModel):
+class PassRates(_Strict):
     """How often the training prompts are solved, one line for each stage and prompt."""
 
     stage: str
@@ -122,13 +114,8 @@ class PassRates(pa.DataFrameModel):
     frequent_answer: str = pa.Field(nullable=True)
     frequent_share: float = pa.Field(nullable=True, ge=0.0, le=1.0)
 
-    class Config:
-        """pandera: no other columns."""
 
-        strict = True
-
-
-class Quarantine(pa.DataFrameModel):
+class Quarantine(_Strict):
     """Refused rows, one line for each rule that a row breaks."""
 
     split: str = pa.Field(isin=SPLITS)
@@ -141,14 +128,9 @@ class Quarantine(pa.DataFrameModel):
     meaning: str
     """What the rule means, in one sentence."""
 
-    class Config:
-        """pandera: no other columns."""
-
-        strict = True
-
 
 class Samples(pa.DataFrameModel):
-    """Completions of one model for held-out prompts."""
+    """Completions of one model for held-out prompts; further columns are allowed."""
 
     prompt_id: str
     sample: int = pa.Field(ge=-1)
@@ -156,8 +138,3 @@ class Samples(pa.DataFrameModel):
     completion: str
     completion_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
-
-    class Config:
-        """pandera: further columns are allowed."""
-
-        strict = False

@@ -71,9 +71,12 @@ def prepare_environment(*, servers: bool = True) -> None:
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     if (uri := os.environ.get("MLFLOW_TRACKING_URI")) and (reason := why_no_store(uri)):
         raise ConfigError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
-    with suppress(KeyError):
-        _check_address("PREFECT_API_URL", os.environ["PREFECT_API_URL"], ("http", "https"))
-    _check_working_directory()
+    if "PREFECT_API_URL" in os.environ:
+        _check_address("PREFECT_API_URL", ("http", "https"))
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError("the working directory no longer exists", fix="change to a folder that does") from error
     if servers:
         _use_own_mlflow()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
@@ -108,18 +111,13 @@ def _names_server() -> bool:
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml")).expanduser()
     places = {profiles: "PREFECT_API_URL", Path(".env"): "PREFECT_API_URL", Path("prefect.toml"): "api"}
     places[Path("pyproject.toml")] = "tool.prefect"
-    if not any(_contains(path, word) for path, word in places.items()):
-        return False
-    from flows.temporary_server import is_temporary
+    for path, word in places.items():
+        with suppress(OSError):
+            if word in path.read_text(encoding="utf-8", errors="replace"):
+                from flows.temporary_server import is_temporary
 
-    return not is_temporary()
-
-
-def _contains(path: Path, word: str) -> bool:
-    try:
-        return word in path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+                return not is_temporary()
+    return False
 
 
 def _log_to_terminal() -> None:
@@ -151,7 +149,8 @@ def prepare_flow() -> None:
     lock_temporary_server()
 
 
-def _check_address(name: str, address: str, schemes: tuple[str, ...]) -> None:
+def _check_address(name: str, schemes: tuple[str, ...]) -> None:
+    address = os.environ[name]
     try:
         if urlsplit(address).scheme in schemes and address.isprintable():
             return
@@ -159,13 +158,6 @@ def _check_address(name: str, address: str, schemes: tuple[str, ...]) -> None:
     except ValueError as error:
         reason = str(error)
     raise ConfigError(f"{address!r} is not an address: {reason}", place=name, fix=f"correct it, or unset {name}")
-
-
-def _check_working_directory() -> None:
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UserError("the working directory no longer exists", fix="change to a folder that does") from error
 
 
 def _use_own_mlflow() -> None:
@@ -186,12 +178,9 @@ def _point_to_the_end(record: logging.LogRecord) -> bool:
     if refused is not None:
         record.exc_info = record.exc_text = None
         record.msg, record.args = f"failed: {refused.title} (see the message at the end)", None
-    elif record.getMessage().startswith(_FAILED):
-        record.msg, record.args = _FAILED.removesuffix("("), None
+    elif record.getMessage().startswith("Finished in state Failed("):
+        record.msg, record.args = "Finished in state Failed", None
     return True
-
-
-_FAILED = "Finished in state Failed("
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:

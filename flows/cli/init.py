@@ -10,7 +10,7 @@ import typer
 
 from flows.cli.environment import prepare_environment
 from flows.cli.errors import report_errors
-from flows.cli.show import out
+from flows.cli.show import say
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
 
     from grpo_tasks.proposal.propose import propose
 
-    out.print(f"columns: {', '.join(found.columns)}", markup=False)
+    say(f"columns: {', '.join(found.columns)}")
     choice = found.choice
     column = ask("Column with the question or the chat", str(choice.chat or choice.question))
     truth = ask("Column with the ground truth (- for none)", choice.answer or "-")
@@ -109,9 +109,9 @@ def _show(found: "Proposal", target: Path) -> None:
     choice = found.choice
     prompt = f"chat {choice.chat}" if choice.chat else f"question {choice.question}"
     context = f" after {choice.context}" if choice.context else ""
-    out.print(f"{found.rows:,} rows; {prompt}{context}; ground truth {choice.answer or 'none'}", markup=False, highlight=False)
+    say(f"{found.rows:,} rows; {prompt}{context}; ground truth {choice.answer or 'none'}")
     for reason in found.reasons:
-        out.print(f"  refused: {reason}", markup=False, highlight=False)
-    out.print(f"written: {target}", markup=False, highlight=False, soft_wrap=True)
+        say(f"  refused: {reason}")
+    say(f"written: {target}")
     for command in ("validate", "rewards", "run"):
-        out.print(f"  grpo {command} {target}", markup=False, highlight=False, soft_wrap=True)
+        say(f"  grpo {command} {target}")

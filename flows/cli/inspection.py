@@ -4,17 +4,15 @@ import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel
-from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set, parse_size
-from flows.cli.show import out, show_memory
+from flows.cli.show import out, say, show_cluster, show_memory, show_trace
 from schemas.config.load import PRESETS, find_config, load_config
 from schemas.config.run import RunConfig
+from schemas.config.section import Section, fields_below, section_in
 from schemas.errors import ConfigError
-from schemas.hints.search import section_in
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -36,10 +34,9 @@ def trace(
     """Follow one row through the last run: line, verdict, completions with rewards, evaluations."""
     with report_errors():
         settings = load_config(config, override)
-        from flows.cli.show import show_trace
         from grpo_tasks.operating.trace import trace_row
 
-        show_trace(out, trace_row(settings.resources.output_dir / settings.name, row))
+        show_trace(trace_row(settings.resources.output_dir / settings.name, row))
 
 
 def doctor() -> None:
@@ -62,12 +59,11 @@ def cluster(
 ) -> None:
     """Show what a Ray cluster has, who uses it, and which nodes run other versions; the exit status is 1 if one does."""
     with report_errors():
-        from flows.cli.show import show_cluster
         from grpo_tasks.cluster.connect import connected, overview
 
         with connected(address):
             found = overview()
-        show_cluster(out, found)
+        show_cluster(found)
         if any(node.faults for node in found.nodes):
             raise typer.Exit(1)
 
@@ -79,7 +75,7 @@ def fields(
 ) -> None:
     """List the fields of a config with their meaning and default: `grpo fields learning_rate`."""
     with report_errors():
-        show_fields(out, word)
+        show_fields(word)
 
 
 def presets(
@@ -96,40 +92,30 @@ def presets(
             typer.echo(find_config(name).read_text(encoding="utf-8"), nl=False)
 
 
-def show_fields(console: Console, word: str | None = None) -> None:
+def show_fields(word: str | None = None) -> None:
     """Print every field of the config, or those whose name or meaning contains `word`.
 
     Raises:
         ConfigError: no field does.
     """
-    shown = [(name, field) for name, field in config_fields(RunConfig) if word is None or _matches(word, name, field)]
+    shown = [
+        (name, field)
+        for name, field in config_fields(RunConfig)
+        if word is None or word.lower() in f"{name} {field.description or ''}".lower()
+    ]
     if not shown:
         raise ConfigError(f"no field has to do with {word}", fix="grpo fields lists all; a part of a word is enough")
-    width = max(40, console.width)
     for name, field in shown:
         default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
-        # A name is printed as it is: rich would take [] for markup and would cut what does not fit.
-        console.print(f"{name} = {default}" if len(default) < 40 else name, markup=False, soft_wrap=True)
+        say(f"{name} = {default}" if len(default) < 40 else name)
         meaning = " ".join((field.description or "").split())
         if meaning:
-            lines = textwrap.fill(meaning, width - 1, initial_indent=_INDENT, subsequent_indent=_INDENT)
-            console.print(lines, markup=False, highlight=False, soft_wrap=True)
+            say(textwrap.fill(meaning, max(40, out.width) - 1, initial_indent=_INDENT, subsequent_indent=_INDENT))
 
 
-def _matches(word: str, name: str, field: "FieldInfo") -> bool:
-    return word.lower() in f"{name} {field.description or ''}".lower()
-
-
-def config_fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, "FieldInfo"]]:
-    """The dotted name and the description of every field below `model`, for example stages[].learning_rate."""
-    rows: list[tuple[str, FieldInfo]] = []
-    for name, field in model.model_fields.items():
-        inner, marker = section_in(field.annotation)
-        if inner is None:
-            rows.append((prefix + name, field))
-        else:
-            rows += config_fields(inner, f"{prefix}{name}{marker}.")
-    return rows
+def config_fields(section: type[Section]) -> list[tuple[str, "FieldInfo"]]:
+    """The dotted name and the description of every setting below a section, for example stages[].learning_rate."""
+    return [(name, field) for name, field in fields_below(section) if section_in(field.annotation)[0] is None]
 
 
 def plan(
@@ -147,6 +133,6 @@ def plan(
         from grpo_tasks.planning.memory_plan import stage_plans
 
         plans = stage_plans(settings, size)
-        show_memory(out, plans, size)
+        show_memory(plans, size)
         if not all(each.fits for each in plans):
             raise typer.Exit(1)

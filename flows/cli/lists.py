@@ -3,17 +3,18 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from flows.cli.environment import prepare_environment
 from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set, TrackingUri
-from flows.cli.show import out, print_table
+from flows.cli.show import out, print_table, say, table_of
 from schemas.config.load import load_config, tracking_at
 from schemas.metrics import HEADLINES, REWARD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+TITLES = [name.replace("_", " ") for name in HEADLINES]
 
 
 def runs(
@@ -27,14 +28,14 @@ def runs(
 
         found = recent_runs(tracking_at(tracking_uri), limit)
         if not found:
-            out.print("no runs yet: grpo run CONFIG makes one")
+            say("no runs yet: grpo run CONFIG makes one")
             return
-        table = Table("started", "run", "name", "status", *_titles(), "model")
+        rows = []
         for line in found:
             when = f"{line.started:%Y-%m-%d %H:%M}"
-            table.add_row(when, line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version)
-        print_table(out, table, _titles())
-        out.print("more: grpo compare RUN RUN, grpo lineage MODEL")
+            rows.append([when, line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version])
+        print_table(table_of(("started", "run", "name", "status", *TITLES, "model"), rows), TITLES)
+        say("more: grpo compare RUN RUN, grpo lineage MODEL")
 
 
 def models(
@@ -48,15 +49,15 @@ def models(
 
         found = registered_versions(tracking_at(tracking_uri), name)
         if not found:
-            out.print("no registered models yet: grpo run CONFIG registers one")
+            say("no registered models yet: grpo run CONFIG registers one")
             return
-        table = Table("model", "alias", "made", *_titles(), "run")
+        rows = []
         for line in found:
             when = f"{line.made:%Y-%m-%d %H:%M}"
-            table.add_row(f"{line.name}/{line.version}", ", ".join(line.aliases), when, *_cells(line.figures), line.run_id[:8])
-        print_table(out, table, _titles())
+            rows.append([f"{line.name}/{line.version}", ", ".join(line.aliases), when, *_cells(line.figures), line.run_id[:8]])
+        print_table(table_of(("model", "alias", "made", *TITLES, "run"), rows), TITLES)
         first = f"{found[0].name}/{found[0].version}"
-        out.print(f"more: grpo chat {first}, grpo lineage {first}, grpo download {first} DIR", highlight=False, soft_wrap=True)
+        say(f"more: grpo chat {first}, grpo lineage {first}, grpo download {first} DIR")
 
 
 def completions(
@@ -75,7 +76,7 @@ def completions(
 
         found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
         kept = ", ".join(map(str, found.steps))
-        out.print(f"stage {found.stage}, update {found.step} (kept: {kept})", highlight=False, soft_wrap=True)
+        say(f"stage {found.stage}, update {found.step} (kept: {kept})")
         by_reward = found.table.sort(REWARD, descending=True, nulls_last=True)
         if not (best or worst):
             _show_completions("first", found.table.head(limit).to_dicts())
@@ -91,11 +92,7 @@ def _show_completions(title: str, rows: "list[dict[str, object]]") -> None:
             f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float) and name != "completion"
         )
         out.rule(f"{title}: {row.get('prompt_id', '')}  {scores}", align="left", characters="-")
-        out.print(str(row["completion"]), markup=False, highlight=False, soft_wrap=True)
-
-
-def _titles() -> list[str]:
-    return [name.replace("_", " ") for name in HEADLINES]
+        say(str(row["completion"]))
 
 
 def _cells(figures: "Mapping[str, float]") -> list[str]:

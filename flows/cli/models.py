@@ -1,8 +1,9 @@
 """Commands for registered models: restore, download, export, ask, compare, trace back, train again."""
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,8 +11,14 @@ from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
 from flows.cli.notify import resume_suspended, tell_prefect
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
-from flows.cli.show import out
+from flows.cli.show import out, say, show_comparison, show_lineage, show_reproduction
 from schemas.config.load import tracking_at
+from schemas.paths import resolve
+
+if TYPE_CHECKING:
+    from schemas.config.operations import TrackingConfig
+
+DOWNLOADS = Path("runs") / "downloads"
 
 
 def rollback(
@@ -27,7 +34,7 @@ def rollback(
 
         left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
         tell_prefect("grpo.champion.changed", f"grpo.model.{name}", f"rolled back from version {left} to version {now}")
-        out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
+        say(f"{name}: version {now} is the champion now, version {left} is `previous`")
 
 
 def promote(
@@ -49,7 +56,7 @@ def promote(
         found = find_version(version, tracking)
         name, number = found.name, str(found.version)
         said = decide_pending(f"{name}/{number}", decided, tracking)
-        out.print(said, soft_wrap=True, highlight=False)
+        say(said)
         tell_prefect("grpo.approval.decided", f"grpo.model.{name}.{number}", said)
         if not reject:
             tell_prefect("grpo.champion.changed", f"grpo.model.{name}", said)
@@ -66,7 +73,7 @@ def download(
         prepare_environment()
         from flows.model_names import fetch_model
 
-        out.print(fetch_model(model, into, tracking_at(tracking_uri)), soft_wrap=True)
+        say(fetch_model(model, into, tracking_at(tracking_uri)))
 
 
 def export(
@@ -79,7 +86,7 @@ def export(
         prepare_environment()
         from grpo_tasks.operating.export import export_adapter
 
-        out.print(export_adapter(model, into, tracking_at(tracking_uri)), soft_wrap=True, highlight=False)
+        say(export_adapter(model, into, tracking_at(tracking_uri)))
 
 
 def chat(
@@ -106,21 +113,58 @@ def chat(
     """Ask a model questions in the terminal."""
     with report_errors(reads=True):
         prepare_environment()
-        from flows.cli.chat import answer_questions
-        from grpo_tasks.rollout.chat_session import ChatSettings
+        from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 
         settings = ChatSettings(temperature, top_p, max_new_tokens, greedy)
-        answer_questions(out, model, question, system=system, settings=settings, tracking=tracking_at(tracking_uri))
+        folder, trained_with = _folder_and_prompt(model, tracking_at(tracking_uri))
+        given = trained_with if system is None else system
+        before = [{"role": "system", "content": given}] if given else []
+        session = ChatSession(folder)
+        while (text := question or _read()) is not None:
+            for piece in session.answer([*before, {"role": "user", "content": text}], settings):
+                out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            out.print()
+            if question:
+                return
+
+
+def _folder_and_prompt(name: str, tracking: "TrackingConfig") -> "tuple[Path, str]":
+    """The folder or hub id of a model, and the system message that it was trained with."""
+    from flows.model_names import registered_model
+    from flows.preflight import check_model
+    from grpo_tasks.content.limited_model import check_model_files
+    from grpo_tasks.tracking.models import ORIGIN
+    from grpo_tasks.tracking.registry import lineage_of
+    from schemas.results.publication import Lineage
+
+    found = registered_model(name, tracking, DOWNLOADS)
+    if found is not None:
+        path, lineage = Path(found.path), lineage_of(name, tracking)
+    else:
+        check_model(name, "MODEL")
+        check_model_files(name, None)
+        path, origin = Path(resolve(name)), Path(name) / ORIGIN
+        # Unlike Path.exists, os.path.exists accepts a name of any length.
+        if not os.path.exists(origin):  # noqa: PTH110
+            return path, ""
+        lineage = Lineage.load(origin)
+    return path, "" if lineage.system_prompt == "null" else lineage.system_prompt
+
+
+def _read() -> str | None:
+    try:
+        return out.input("[bold]> [/]").strip() or None
+    except EOFError:
+        return None
 
 
 def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
     """Show where a registered model came from: run, data, rewards, config, commit, environment."""
     with report_errors(reads=True):
         prepare_environment()
-        from flows.cli.show import show_lineage
         from grpo_tasks.tracking.registry import lineage_of
 
-        show_lineage(out, lineage_of(model, tracking_at(tracking_uri)))
+        show_lineage(lineage_of(model, tracking_at(tracking_uri)))
 
 
 def compare(
@@ -132,14 +176,13 @@ def compare(
     """Compare two runs: settings, paired evaluation differences, curves, completions on which they disagree."""
     with report_errors(reads=True):
         prepare_environment()
-        from flows.cli.show import show_comparison
         from grpo_tasks.reporting.compare import compare_runs, write_comparison
         from grpo_tasks.tracking.past_runs import load_past_run
 
         tracking = tracking_at(tracking_uri)
         found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
-        show_comparison(out, found)
-        out.print(f"page: {write_comparison(found, into.resolve())}", soft_wrap=True)
+        show_comparison(found)
+        say(f"page: {write_comparison(found, into.resolve())}")
 
 
 def reproduce(
@@ -152,12 +195,11 @@ def reproduce(
     """Train a registered model again from its record. Exit code 1 if the new adapter differs."""
     with report_errors():
         prepare_flow()
-        from flows.cli.show import show_reproduction
         from flows.reproduce import reproduce_flow
         from grpo_tasks.tracking.store import check_store
 
         check_store(tracking_at(tracking_uri))
         made = reproduce_flow(model, output_dir, tracking_uri)
-        show_reproduction(out, made)
+        show_reproduction(made)
         if not made.same:
             sys.exit(1)

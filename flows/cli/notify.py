@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from flows.cli.show import out
+from flows.cli.show import say
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def resume_suspended(run_id: str, version: str, approval: "Approval", tracking: 
             # A run of the same name may wait for the decision about another version.
             if (key or "").startswith(f"approval-{version}-"):
                 client.resume_flow_run(UUID(known), run_input=form)
-                out.print(f"the suspended flow run {known} continues", soft_wrap=True, highlight=False)
+                say(f"the suspended flow run {known} continues")
     except Exception as error:  # another server, a deleted run, no permission: the decision is recorded in any case
         said = f"the flow run {known} was not resumed ({type(error).__name__}); if it still waits, resume it in Prefect"
-        out.print(said, soft_wrap=True, highlight=False)
+        say(said)
 
 
 @cache
@@ -76,7 +76,7 @@ def _has_prefect() -> bool:
         httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
     except httpx.HTTPError:
         # A server that is away must not delay the end of the command.
-        out.print("the Prefect server is away: no automation hears of this")
+        say("the Prefect server is away: no automation hears of this")
         return False
     # Before Prefect is imported, because it reads its settings then.
     os.environ[_ADDRESS] = address

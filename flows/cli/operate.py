@@ -10,7 +10,7 @@ import typer
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
 from flows.cli.options import MlflowPort, Postgres, PrefectPort, Workers
-from flows.cli.show import out
+from flows.cli.show import out, say
 
 if TYPE_CHECKING:
     from grpo_tasks.operating.servers import Stack
@@ -23,7 +23,7 @@ def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers
     """
     with report_errors():
         start_stack(prefect_port, mlflow_port, workers, postgres)
-        out.print("stop everything: grpo down")
+        say("stop everything: grpo down")
 
 
 def down() -> None:
@@ -32,7 +32,7 @@ def down() -> None:
 
     with report_errors():
         stopped = Stack(Path.cwd()).stop()
-        out.print(f"stopped: {', '.join(stopped)}" if stopped else "nothing is running here")
+        say(f"stopped: {', '.join(stopped)}" if stopped else "nothing is running here")
 
 
 def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
@@ -45,10 +45,10 @@ def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers
         # A flag: Python drops a KeyboardInterrupt that is raised while an object is finalized, and the servers would run on.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: signals.append(number))
-        out.print("Ctrl-C stops everything")
+        say("Ctrl-C stops everything")
         try:
             supervise(stack, postgres, stop_requested=lambda: bool(signals))
-            out.print("stopping everything" if signals else "stopped by grpo down")
+            say("stopping everything" if signals else "stopped by grpo down")
         finally:
             stack.stop()
 
@@ -62,7 +62,7 @@ def weights_server(
     with report_errors():
         from grpo_tasks.web.weights_server import serve_weights
 
-        out.print(f"receives weights at http://{host}:{port} into {folder}; Ctrl-C stops it", highlight=False)
+        say(f"receives weights at http://{host}:{port} into {folder}; Ctrl-C stops it")
         serve_weights(folder, host, port, os.environ.get("VLLM_API_KEY") or None)
 
 
@@ -75,7 +75,7 @@ def metrics_server(
     with report_errors():
         from grpo_tasks.operating.prometheus import serve_metrics
 
-        out.print(f"http://{host}:{port}/metrics shows the stages below {runs}; Ctrl-C stops it", highlight=False)
+        say(f"http://{host}:{port}/metrics shows the stages below {runs}; Ctrl-C stops it")
         serve_metrics(runs, host, port)
 
 
@@ -100,8 +100,8 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
         workers=workers,
         supervised=supervised,
     )
-    out.print(f"Prefect UI  {at.prefect}", highlight=False)
-    out.print(f"MLflow UI   {at.mlflow}", highlight=False)
+    say(f"Prefect UI  {at.prefect}")
+    say(f"MLflow UI   {at.mlflow}")
     return stack
 
 
@@ -114,7 +114,7 @@ def deployments(
     with report_errors():
         from flows.deployments import write_prefect_yaml
 
-        out.print(f"written: {write_prefect_yaml(into)}", soft_wrap=True)
+        say(f"written: {write_prefect_yaml(into)}")
 
 
 def serve() -> None:

@@ -1,15 +1,24 @@
 """Commands that run the pipeline or one step of it. Each loads the config, calls a flow and shows the result."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
-from flows.cli.show import out
+from flows.cli.show import (
+    say,
+    show_data,
+    show_difficulty,
+    show_evaluations,
+    show_lab,
+    show_merge,
+    show_pipeline,
+    show_plan,
+    show_stage,
+)
 
 if TYPE_CHECKING:
     from schemas.config.run import RunConfig
@@ -30,68 +39,55 @@ def run(
         settings = checked_config(named_config(config), [*(override or []), *alone])
         command.folder = settings.resources.output_dir / settings.name
         if dry_run:
-            from flows.cli.show import show_plan
             from flows.preflight import check_structure
 
-            notes = check_structure(settings, hub=False)
-            show_plan(out, settings, notes)
+            show_plan(settings, check_structure(settings, hub=False))
             return
-        first_line(settings, "starting Prefect and MLflow")
+        _begin(settings, "starting Prefect and MLflow")
         prepare_flow()
-        from flows.cli.show import show_pipeline
         from flows.pipeline import grpo_pipeline
         from flows.preflight import check_tracking
 
         # Before a temporary server is started, which takes longer.
         check_tracking(settings)
+        show_pipeline(settings, grpo_pipeline(settings, fresh))
 
-        show_pipeline(out, settings, grpo_pipeline(settings, fresh))
 
-
-def first_line(config: "RunConfig", doing: str) -> None:
+def _begin(config: "RunConfig", doing: str) -> None:
     """Say on stderr what begins, before the imports that take seconds."""
     typer.echo(f"{config.name}: {doing} ({config.resources.output_dir / config.name})", err=True)
 
 
-def one_step(name: str, config: "RunConfig", *, device: bool) -> Callable[..., Any]:
-    """The function that runs one step: a flow where a Prefect server or a GPU slot is involved, a plain function otherwise."""
+def _one_step(function: str, doing: str, config: "RunConfig", /, *, device: bool = True, **inputs: Any) -> Any:
+    """What one step makes: in a flow where a Prefect server or a GPU slot is involved, by a plain function otherwise."""
+    _begin(config, doing)
     if prepare_step(config, device=device):
         from flows import single
 
-        return cast(Callable[..., Any], getattr(single, f"{name}_flow"))
-    from flows import one_step as plain
+        return getattr(single, f"{function}_flow")(config=config, **inputs)
+    from flows import one_step
 
-    return cast(Callable[..., Any], getattr(plain, name))
+    return getattr(one_step, function)(config=config, **inputs)
 
 
 def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Read the data and check every row."""
     with report_errors():
         settings = checked_config(config, override)
-        first_line(settings, "reading the data")
-        from flows.cli.show import show_data
-
-        show_data(out, one_step("validate", settings, device=False)(settings, fresh))
+        show_data(_one_step("validate", "reading the data", settings, device=False, fresh=fresh))
 
 
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Run the reward lab: test every reward function of every stage before any training."""
     with report_errors():
-        settings = checked_config(config, override)
-        first_line(settings, "testing the rewards")
-        from flows.cli.show import show_lab
-
-        show_lab(out, one_step("rewards", settings, device=True)(settings, fresh))
+        show_lab(_one_step("rewards", "testing the rewards", checked_config(config, override), fresh=fresh))
 
 
 def difficulty(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Measure how often the base model solves each training prompt, before you choose keep_pass_rate of a stage."""
     with report_errors():
         settings = checked_config(config, override)
-        first_line(settings, "measuring the training prompts")
-        from flows.cli.show import show_difficulty
-
-        show_difficulty(out, one_step("difficulty", settings, device=True)(settings, fresh))
+        show_difficulty(_one_step("difficulty", "measuring the training prompts", settings, fresh=fresh))
 
 
 def evaluate(
@@ -103,10 +99,7 @@ def evaluate(
     """Evaluate a model on the held-out prompts of a config."""
     with report_errors():
         settings = checked_config(config, override)
-        first_line(settings, "evaluating the model")
-        from flows.cli.show import show_evaluations
-
-        show_evaluations(out, [one_step("evaluate", settings, device=True)(model, settings, fresh)])
+        show_evaluations([_one_step("evaluate", "evaluating the model", settings, model=model, fresh=fresh)])
 
 
 def train(
@@ -124,10 +117,8 @@ def train(
         settings = checked_config(config, override)
         command.folder = settings.resources.output_dir / settings.name
         name = stage or settings.stages[0].name
-        first_line(settings, f"training the stage {name}")
-        from flows.cli.show import show_stage
-
-        show_stage(out, config, one_step("train", settings, device=True)(settings, name, start, fresh))
+        doing = f"training the stage {name}"
+        show_stage(config, _one_step("train", doing, settings, stage=name, start=start, fresh=fresh))
 
 
 def merge(
@@ -139,10 +130,7 @@ def merge(
     """Merge an adapter into the base model of a config and prove that the result is the same policy."""
     with report_errors():
         settings = checked_config(config, override)
-        first_line(settings, "merging the adapter")
-        from flows.cli.show import show_merge
-
-        show_merge(out, one_step("merge", settings, device=True)(adapter, settings, into))
+        show_merge(_one_step("merge", "merging the adapter", settings, adapter=adapter, into=into))
 
 
 def step(
@@ -157,7 +145,5 @@ def step(
     """Run any step, with the steps that it needs: also one that you have added."""
     with report_errors():
         settings = checked_config(config, override)
-        first_line(settings, f"running {name}")
-        result = one_step("step", settings, device=True)(name, settings, model, fresh)
-        out.print(result.section() or result.headline() or f"{name} is finished", markup=False, highlight=False)
-        out.print(f"files: {result.directory}", soft_wrap=True, markup=False, highlight=False)
+        result = _one_step("step", f"running {name}", settings, name=name, model=model, fresh=fresh)
+        say(result.section() or result.headline() or f"{name} is finished", f"files: {result.directory}")

@@ -1,12 +1,13 @@
 """Plans and results as the command line prints them. Light to import: a dry run must answer at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.report import advice, opinions
@@ -35,61 +36,71 @@ out = Console()
 GIB = 2**30
 
 
-def print_table(console: Console, table: Table, figures: Sequence[str]) -> None:
+def say(*lines: str) -> None:
+    """Print lines as they are, neither wrapped nor coloured nor read as markup."""
+    for line in lines:
+        out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def table_of(
+    headings: Iterable[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    title: str | None = None,
+    right: Sequence[str] = (),
+    fold: bool = False,
+) -> Table:
+    """A table of plain texts. Columns in `right` are aligned there; with `fold` a long cell is wrapped instead of cut."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold" if fold else "ellipsis")
+    for row in rows:
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def print_table(table: Table, figures: Sequence[str] = ()) -> None:
     """Print a table without cutting a cell: a program that reads it, such as grep, gets whole rows and all columns.
 
     On a terminal that is too narrow, the last of `figures` (headings) are left out until the rest fits, and named below.
     """
     left_out: list[str] = []
-    while (width := _width(console, table)) > console.width and console.is_terminal and len(left_out) < len(figures):
+    wide = out.options.update(width=10_000)
+    while (width := Measurement.get(out, wide, table).maximum) > out.width and out.is_terminal and len(left_out) < len(figures):
         left_out.insert(0, figures[-1 - len(left_out)])
         table.columns = [column for column in table.columns if column.header != left_out[0]]
-    if console.is_terminal:
-        console.print(table)
-    else:
-        before, console.width = console.width, max(console.width, width)
-        console.print(table)
-        console.width = before
+    (out if out.is_terminal else Console(width=max(out.width, width))).print(table)
     if left_out:
-        console.print(f"a wider terminal, or | cat, also shows: {', '.join(left_out)}", highlight=False)
+        say(f"a wider terminal, or | cat, also shows: {', '.join(left_out)}")
 
 
-def _width(console: Console, table: Table) -> int:
-    wide = console.options.update(width=10_000)
-    return Measurement.get(console, wide, table).maximum
-
-
-def show_plan(console: Console, config: RunConfig, notes: Sequence[str] = ()) -> None:
+def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
     """Print what a run would do, and what is worth saying about its model."""
-    table = Table(title=f"Plan of {config.name} (nothing was run)", title_justify="left")
-    for heading in ("step", "details"):
-        table.add_column(heading, overflow="fold")
-    sources = ", ".join(source.path for source in [*config.data.train, *config.data.eval])
-    table.add_row("prepare_data", sources)
-    table.add_row("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens")
-    table.add_row("probe_rewards", ", ".join(sorted({name for stage in config.stages for name in stage.rewards})))
+    rewards = ", ".join(sorted({name for stage in config.stages for name in stage.rewards}))
+    rows = [
+        ("prepare_data", ", ".join(source.path for source in [*config.data.train, *config.data.eval])),
+        ("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens"),
+        ("probe_rewards", rewards),
+    ]
     if described := describe_difficulty(config):
-        table.add_row("measure_difficulty", described)
-    table.add_row("evaluate_model", f"base: {config.model.path}")
-    for stage in config.stages:
-        table.add_row(f"train_stage {stage.name}", describe_stage(stage))
+        rows.append(("measure_difficulty", described))
+    rows.append(("evaluate_model", f"base: {config.model.path}"))
+    rows += [(f"train_stage {stage.name}", describe_stage(stage)) for stage in config.stages]
     asked = config.model.merged_dtype
     precision = "the shortest precision that keeps 95 % of what training changed" if asked == "auto" else asked
-    table.add_row("merge_adapter", f"saved in {precision}")
+    rows.append(("merge_adapter", f"saved in {precision}"))
     prompts = config.evaluation.max_prompts or "all"
-    table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
+    rows.append(("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts"))
     for guard in config.promotion.guards:
-        limits = [
-            f"{what} {limit:g}" for what, limit in (("drop", guard.max_drop), ("rise", guard.max_rise)) if limit is not None
-        ]
+        limits = {"drop": guard.max_drop, "rise": guard.max_rise}
+        largest = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
         paths = ", ".join(source.path for source in guard.data)
-        table.add_row(f"guard {guard.name}", f"{guard.metric} on {paths}, largest {' and '.join(limits)}")
+        rows.append((f"guard {guard.name}", f"{guard.metric} on {paths}, largest {largest}"))
     person = ", then by a person" if config.promotion.approval == "manual" else ""
     decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
-    table.add_row("publish_model", f"{config.registered_model}, decided by {decides}{person}")
-    console.print(table)
-    for note in notes:
-        console.print(f"note: {note}")
+    rows.append(("publish_model", f"{config.registered_model}, decided by {decides}{person}"))
+    out.print(table_of(("step", "details"), rows, title=f"Plan of {config.name} (nothing was run)", fold=True))
+    say(*(f"note: {note}" for note in notes))
 
 
 def describe_difficulty(config: RunConfig) -> str:
@@ -116,225 +127,193 @@ def describe_stage(stage: StageConfig) -> str:
     return f"{length} of {sizes}{band}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
 
 
-def show_data(console: Console, report: DataReport) -> None:
+def show_data(report: DataReport) -> None:
     """Print how many rows were accepted, and why the others were not."""
-    console.print(
+    say(
         f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
-        f"{report.quarantined:,} quarantined"
+        f"{report.quarantined:,} quarantined",
+        *(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})" for rule in report.rules if rule.rows),
     )
-    for rule in report.rules:
-        if rule.rows:
-            console.print(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})")
     lengths = report.prompt_tokens
-    console.print(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
-    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+    say(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
+    say(f"report: {report.directory / 'report.md'}")
 
 
-def show_lab(console: Console, report: LabReport) -> None:
+def show_lab(report: LabReport) -> None:
     """Print the checks and forecasts of the reward lab."""
     counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
-    console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
-    for line in report.left_out:
-        console.print(f"  not checked: {line}")
-    rows, what_to_do = opinions(report.checks)
-    if rows:
-        table = Table("where", "check", "found")
-        for where, check, found, probe in rows:
-            table.add_row(where, check, escape(f"{found} ({probe})" if probe else found))
-        console.print(table)
-        console.print(what_to_do, markup=False)
+    say("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+    say(*(f"  not checked: {line}" for line in report.left_out))
+    found, what_to_do = opinions(report.checks)
+    if found:
+        rows = [(where, check, f"{what} ({probe})" if probe else what) for where, check, what, probe in found]
+        out.print(table_of(("where", "check", "found"), rows))
+        say(what_to_do)
     for forecast in report.forecasts:
-        console.print(
+        say(
             f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
             f"mean reward {forecast.mean_reward:.2f}"
         )
-    for line in advice(report.forecasts):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+    say(*advice(report.forecasts), f"report: {report.directory / 'report.md'}")
 
 
-def show_difficulty(console: Console, report: DifficultyReport) -> None:
+def show_difficulty(report: DifficultyReport) -> None:
     """Print how many training prompts are solved how often, by the rewards of each stage."""
-    table = Table("rewards of stage")
-    for heading in ("prompts", "mean pass rate", *BINS):
-        table.add_column(heading, justify="right")
+    figures = ("prompts", "mean pass rate", *BINS)
+    rows = []
     for one in report.stages:
         mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
-        table.add_row(one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram))
-    console.print(table)
-    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+        rows.append([one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram)])
+    out.print(table_of(("rewards of stage", *figures), rows, right=figures))
+    say(f"report: {report.directory / 'report.md'}")
 
 
-def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
+def show_evaluations(reports: Sequence[EvalReport]) -> None:
     """Print evaluations, one row each."""
-    table = Table()
-    table.add_column("model")
     names = [name for name in HEADLINES if any(name in report.metrics for report in reports)]
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for report in reports:
-        table.add_row(report.label, *(_figure(report, name) for name in names))
-    print_table(console, table, [name.replace("_", " ") for name in names])
+    titles = [name.replace("_", " ") for name in names]
+    rows = [
+        [one.label, *(figure_text(name, one.metrics[name].value) if name in one.metrics else "" for name in names)]
+        for one in reports
+    ]
+    print_table(table_of(("model", *titles), rows, right=titles), titles)
     if reports:
         last = reports[-1]
-        console.print(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
+        say(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
 
 
-def show_stage(console: Console, config: str, result: StageResult) -> None:
+def show_stage(config: str, result: StageResult) -> None:
     """Print how a stage ended, where its weights are, and what can be done with them."""
     best = "" if result.best_step is None else f", weights of update {result.best_step}"
-    console.print(f"stage {result.stage}: {result.steps} updates, stopped by {result.stopped}{best}", highlight=False)
+    say(f"stage {result.stage}: {result.steps} updates, stopped by {result.stopped}{best}")
     if REWARD in result.metrics:
-        console.print(f"mean reward of the last updates: {result.metrics[REWARD]:.3f}", highlight=False)
+        say(f"mean reward of the last updates: {result.metrics[REWARD]:.3f}")
     weights = result.model.adapter or result.model.path
-    console.print(f"weights: {weights}", soft_wrap=True, highlight=False)
-    console.print(f"evaluate them: grpo evaluate {weights} {config}", soft_wrap=True, highlight=False)
+    say(f"weights: {weights}", f"evaluate them: grpo evaluate {weights} {config}")
     if result.model.adapter is not None:
-        console.print(f"merge them:    grpo merge {weights} {config} --into DIR", soft_wrap=True, highlight=False)
+        say(f"merge them:    grpo merge {weights} {config} --into DIR")
 
 
-def show_merge(console: Console, proof: MergeProof) -> None:
+def show_merge(proof: MergeProof) -> None:
     """Print where the merged model is, and how it compares with base + adapter."""
-    console.print(f"merged model: {proof.model.path}", soft_wrap=True)
-    console.print(f"saved in {proof.choice()}", soft_wrap=True, highlight=False)
-    console.print(
+    say(
+        f"merged model: {proof.model.path}",
+        f"saved in {proof.choice()}",
         f"from base + adapter: {proof.mean_logprob_difference:.2g} nats per token (base {proof.base_logprob_difference:.2g}); "
         f"{proof.greedy_agreement:.1%} of greedy tokens agree (base {proof.base_greedy_agreement:.1%})",
-        soft_wrap=True,
-        highlight=False,
     )
 
 
-def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -> None:
+def show_pipeline(config: RunConfig, result: PipelineResult) -> None:
     """Print the end of a pipeline run: evaluations, decision, where everything is."""
-    show_evaluations(console, result.evaluations)
+    show_evaluations(result.evaluations)
     publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
-    console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     version = f"{publication.model_name}/{publication.model_version}"
+    say(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     if publication.awaits_approval:
-        console.print(
-            f"decide:       grpo promote {version}, or grpo promote {version} --reject", soft_wrap=True, highlight=False
-        )
-    merged = [evaluation.model.path for evaluation in result.evaluations if evaluation.label == "merged"]
-    for folder in merged:
-        console.print(f"merged model: {folder}", soft_wrap=True, highlight=False)
-    console.print(f"registered as {version}", highlight=False)
-    console.print(f"try it:       grpo chat {version}", soft_wrap=True, highlight=False)
-    console.print(f"fetch it:     grpo download {version} DIR", soft_wrap=True, highlight=False)
-    console.print(f"report: {result.report}", soft_wrap=True)
-    console.print(
-        f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; open both UIs with: grpo ui"
+        say(f"decide:       grpo promote {version}, or grpo promote {version} --reject")
+    say(
+        *(f"merged model: {evaluation.model.path}" for evaluation in result.evaluations if evaluation.label == "merged"),
+        f"registered as {version}",
+        f"try it:       grpo chat {version}",
+        f"fetch it:     grpo download {version} DIR",
+        f"report: {result.report}",
+        f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; open both UIs with: grpo ui",
     )
 
 
-def show_trace(console: Console, trace: "Trace") -> None:
+def show_trace(trace: "Trace") -> None:
     """Print what happened to one row, step by step."""
-    console.print(f"{row_place(trace.source, trace.line)}, {trace.split}", markup=False, highlight=False, style="bold")
+    out.print(f"{row_place(trace.source, trace.line)}, {trace.split}", markup=False, highlight=False, style="bold")
     if trace.faults is not None:
         for fault in trace.faults.iter_rows(named=True):
-            console.print(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})", markup=False)
+            say(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})")
     if trace.prompt is not None:
         row = trace.prompt.row(0, named=True)
-        console.print(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}", markup=False)
-        for message in row["prompt"]:
-            console.print(f"  {message['role']}: {message['content']}", markup=False)
+        say(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}")
+        say(*(f"  {message['role']}: {message['content']}" for message in row["prompt"]))
     for label, rows in trace.pass_rates.items():
-        _show_rows(console, f"pass rate, measured from {label}", rows, ("stage", *PASS_RATES, "frequent_answer"))
+        _show_rows(f"pass rate, measured from {label}", rows, ("stage", *PASS_RATES, "frequent_answer"))
     for stage, reason in trace.left_out.items():
-        console.print(f"stage {stage} does not train on it: {reason.replace('_', ' ')}", markup=False)
+        say(f"stage {stage} does not train on it: {reason.replace('_', ' ')}")
     for stage, rows in trace.completions.items():
-        _show_rows(console, f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
+        _show_rows(f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
     for label, rows in trace.samples.items():
-        _show_rows(console, f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
+        _show_rows(f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
+    for name, rows in trace.further.items():
+        _show_rows(name, rows, [column for column in rows.columns if column != "prompt_id"])
 
-    for table, rows in trace.further.items():
-        _show_rows(console, table, rows, [name for name in rows.columns if name != "prompt_id"])
 
-
-def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
+def _show_rows(title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
     if rows.is_empty():
-        console.print(f"{title}: no completions of this row were kept")
+        say(f"{title}: no completions of this row were kept")
         return
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows.select(columns).iter_rows():
-        table.add_row(*(escape(f"{value:.3f}" if isinstance(value, float) else str(value)) for value in row))
-    console.print(table)
+    cells = [
+        [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows.select(columns).iter_rows()
+    ]
+    out.print(table_of(columns, cells, title=title))
 
 
-def show_lineage(console: Console, lineage: Lineage) -> None:
+def show_lineage(lineage: Lineage) -> None:
     """Print where a version came from."""
-    table = Table(title=f"{lineage.name} version {lineage.version}", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in lineage.model_dump().items():
-        if name not in ("name", "version", "packages"):
-            table.add_row(name.replace("_", " "), escape(", ".join(value) if isinstance(value, list) else str(value)))
-    table.add_row("packages", escape(", ".join(f"{name} {version}" for name, version in lineage.packages.items())))
-    for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json"):
-        table.add_row("artifact", f"runs:/{lineage.run_id}/{name}")
-    console.print(table)
+    facts = lineage.model_dump(exclude={"name", "version", "packages"})
+    rows = [
+        *((name.replace("_", " "), ", ".join(fact) if isinstance(fact, list) else str(fact)) for name, fact in facts.items()),
+        ("packages", ", ".join(f"{name} {version}" for name, version in lineage.packages.items())),
+        *(
+            ("artifact", f"runs:/{lineage.run_id}/{name}")
+            for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json")
+        ),
+    ]
+    table = table_of(("", ""), rows, title=f"{lineage.name} version {lineage.version}", fold=True)
+    table.show_header = False
+    out.print(table)
 
 
-def show_comparison(console: Console, found: "Comparison") -> None:
+def show_comparison(found: "Comparison") -> None:
     """Print the figures and settings of two runs."""
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
-    table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
+    rows = []
     for row in found.figures:
         scale, digits = (100, 1) if row.share else (1, 3)
         change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
         values = [f"{value:.1%}" if row.share else f"{value:.3f}" for value in (row.first, row.second)]
-        table.add_row(row.name, *values, f"{change} ({low} to {high})")
-    console.print(table)
-    settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
-    for setting in found.settings:
-        settings.add_row(*(escape(value) for value in setting))
-    console.print(settings)
-    console.print(
-        f"the runs disagree on at least {len(found.disagreements)} prompts"
-        if found.disagreements
-        else "the runs agree on every prompt"
-    )
+        rows.append([row.name, *values, f"{change} ({low} to {high})"])
+    out.print(table_of(("figure", *titles, "difference"), rows, title=f"{found.prompts} common held-out prompts"))
+    out.print(table_of(("setting", *titles), found.settings, title=f"{len(found.settings)} settings differ"))
+    differ = len(found.disagreements)
+    say(f"the runs disagree on at least {differ} prompts" if differ else "the runs agree on every prompt")
 
 
-def show_reproduction(console: Console, made: Reproduction) -> None:
+def show_reproduction(made: Reproduction) -> None:
     """Print whether the reproduced adapter equals the recorded one."""
-    for difference in made.differences:
-        console.print(f"this has changed since then: {difference}", markup=False)
     verdict = "is identical" if made.same else "DIFFERS"
-    console.print(
+    say(
+        *(f"this has changed since then: {difference}" for difference in made.differences),
         f"the reproduced adapter {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
         f"(MLflow run {made.run_id})",
-        soft_wrap=True,
     )
 
 
-def _figure(report: EvalReport, name: str) -> str:
-    interval = report.metrics.get(name)
-    if interval is None:
-        return ""
-    return figure_text(name, interval.value)
-
-
-def show_memory(console: Console, plans: Sequence["StagePlan"], memory: float) -> None:
+def show_memory(plans: Sequence["StagePlan"], memory: float) -> None:
     """Print the bytes of each stage, and what to change where it does not fit."""
     for plan in plans:
         tokens = plan.pass_tokens
-        table = Table(title=f"Stage {plan.stage.name}, per GPU (calculated, not measured)", title_justify="left")
-        table.add_column("what")
-        table.add_column("GiB", justify="right")
-        for item in plan.standing:
-            table.add_row(item.what, f"{item.bytes / GIB:.2f}")
-        for item in plan.sampling:
-            table.add_row(f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}")
-        table.add_row(f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-")
-        table.add_row("kept free", f"{plan.reserve / GIB:.2f}")
+        rows = [
+            *((item.what, f"{item.bytes / GIB:.2f}") for item in plan.standing),
+            *((f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}") for item in plan.sampling),
+            (f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-"),
+            ("kept free", f"{plan.reserve / GIB:.2f}"),
+        ]
+        title = f"Stage {plan.stage.name}, per GPU (calculated, not measured)"
+        table = table_of(("what", "GiB"), rows, title=title, right=["GiB"])
         table.add_row("needed", f"{plan.needed / GIB:.2f}", style="bold")
-        console.print(table)
+        out.print(table)
         if plan.fits:
-            console.print(f"It fits into {memory / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
+            say(f"It fits into {memory / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
         else:
-            console.print(f"[red]It does not fit into {memory / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
+            out.print(f"[red]It does not fit into {memory / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
 
 
 def _advice(plan: "StagePlan") -> str:
@@ -348,17 +327,15 @@ def _advice(plan: "StagePlan") -> str:
     return "a GPU with more memory, a smaller model, or model.quantization: nf4"
 
 
-def show_cluster(console: Console, found: "Overview") -> None:
+def show_cluster(found: "Overview") -> None:
     """Print the nodes of a cluster with what is free and in what they differ, and the runs that hold or wait for some."""
-    table = Table(title="Nodes of the Ray cluster", title_justify="left")
-    for heading in ("node", "CPUs free", "GPUs free", "versions"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for node in found.nodes:
         same = "the same as here" if node.cpus[1] else "head without CPUs: trains nothing"
-        versions = "[red]" + escape("; ".join(node.faults)) + "[/]" if node.faults else same
-        table.add_row(node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions)
-    console.print(table)
-    for name, state in found.holders:
-        console.print(f"{escape(name)}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}", highlight=False)
+        versions = Text("; ".join(node.faults), "red") if node.faults else same
+        rows.append([node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions])
+    headings = ("node", "CPUs free", "GPUs free", "versions")
+    out.print(table_of(headings, rows, title="Nodes of the Ray cluster", fold=True))
+    say(*(f"{name}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}" for name, state in found.holders))
     if not found.holders:
-        console.print("no run uses it")
+        say("no run uses it")

@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from flows.cli.environment import named_config, prepare_flow
 from flows.cli.errors import report_errors
 from flows.cli.options import OptionalConfig, Set
-from flows.cli.show import out, print_table
+from flows.cli.show import print_table, say, table_of
 
 if TYPE_CHECKING:
     from grpo_tasks.sweeping.grid import Grid
@@ -53,7 +52,6 @@ def sweep(
         from flows.sweeps.flow import sweep_flow
 
         check_tracking(grid.base)
-
         show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings))
 
 
@@ -75,19 +73,12 @@ def show_grid(grid: "Grid") -> None:
     from grpo_tasks.sweeping.forecast import forecast
 
     # A title of the table would be broken at the width of a narrow table.
-    out.print(f"Sweep of {grid.base.name} (nothing was run)")
-    table = Table()
-    paths = [axis.path for axis in grid.axes]
-    for heading in ("run", *paths, "seed"):
-        table.add_column(heading, overflow="fold")
-    for variant in grid.variants:
-        values = [variant.settings[path] for path in paths]
-        table.add_row(str(variant.number), *values, str(variant.config.seed))
-    print_table(out, table, [])
-    for line in forecast(grid.variants, grid.base.resources.output_dir / grid.base.name).lines():
-        out.print(line)
+    say(f"Sweep of {grid.base.name} (nothing was run)")
+    rows = [[str(one.number), *one.settings.values(), str(one.config.seed)] for one in grid.variants]
+    print_table(table_of(("run", *(axis.path for axis in grid.axes), "seed"), rows, fold=True))
+    say(*forecast(grid.variants, grid.base.resources.output_dir / grid.base.name).lines())
     if grid.added:
-        out.print(f"held-out evaluations that pruning goes by: {', '.join(grid.added)}")
+        say(f"held-out evaluations that pruning goes by: {', '.join(grid.added)}")
 
 
 def show_sweep(result: "SweepResult") -> None:
@@ -98,20 +89,17 @@ def show_sweep(result: "SweepResult") -> None:
     # Why a run ended is too long for a column.
     rows = [cells(line) | {"ended": line.end.state if line.end is not None else ""} for line in result.lines]
     names = short_names(list(result.lines[0].settings))
-    out.print(result.headline(), soft_wrap=True)
-    table = Table()
+    say(result.headline())
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    for name in columns:
-        table.add_column(names.get(name, name), overflow="fold")
-    for row in rows:
-        table.add_row(*(row[name] for name in columns))
+    headings = [names.get(name, name) for name in columns]
+    table = table_of(headings, [[row[name] for name in columns] for row in rows], fold=True)
     kept = {"run", "seed", "ended", *result.lines[0].settings}
-    print_table(out, table, [names.get(name, name) for name in columns if name not in kept])
+    print_table(table, [names.get(name, name) for name in columns if name not in kept])
     for line in result.lines:
         if line.end is not None and line.end.state != "finished":
-            out.print(f"run {line.number} {line.end.headline()}", soft_wrap=True)
+            say(f"run {line.number} {line.end.headline()}")
     if result.computed == 0:
-        out.print("nothing to do: every run of this sweep has ended")
-    out.print(f"MLflow: {result.tracking_uri}, run {result.run_id}", soft_wrap=True)
+        say("nothing to do: every run of this sweep has ended")
+    say(f"MLflow: {result.tracking_uri}, run {result.run_id}")
     if result.publish:
-        out.print(f"publish the best run: {result.publish}", soft_wrap=True)
+        say(f"publish the best run: {result.publish}")

@@ -18,20 +18,10 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from flows.sweeps.plans import Plan, plans_of
 from flows.sweeps.process import MODULE
 from flows.temporary_server import locked_flow
-from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.child import POLL_S, Child, error_of
 from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
 from grpo_tasks.running.links import mlflow_pages
-from grpo_tasks.running.orchestrator import (
-    Wait,
-    flow_run_id,
-    flow_run_name,
-    flow_run_url,
-    run_logger,
-    show_artifact,
-    show_progress,
-    show_table,
-)
+from grpo_tasks.running.orchestrator import flow_run_id, flow_run_url, locked, run_logger, show_artifact
 from grpo_tasks.sweeping.grid import Grid, Variant, make_grid
 from grpo_tasks.sweeping.table import cells, markdown
 from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
@@ -50,22 +40,6 @@ SWEEPS = "sweeps"
 """Folder of a config's runs with a folder for each sweep."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How the runs of a sweep are executed; none of it changes what a run computes, except when it is pruned."""
-
-    parallel: int = 1
-    prune: bool = True
-    min_siblings: int = 2
-
-
-@dataclass(slots=True)
-class _Running:
-    variant: Variant
-    folder: Path
-    child: Child
-
-
 @dataclass(slots=True)
 class SweepSupervisor:
     """The runs of one sweep."""
@@ -74,10 +48,13 @@ class SweepSupervisor:
     key: str
     folder: Path
     tracked: SweepRun
-    options: Options
-    prefect_api: str | None
     plans: Mapping[int, Plan]
     """What each run is made of, by its number."""
+    prefect_api: str
+    """Address of this run's Prefect server; a temporary one is known to this process only."""
+    parallel: int
+    prune: bool
+    min_siblings: int
     ends: dict[int, VariantEnd] = field(default_factory=dict)
     errors: list[UserError] = field(default_factory=list)
     _progress: dict[str, UUID] = field(default_factory=dict)
@@ -92,18 +69,19 @@ class SweepSupervisor:
         started = len(waiting)
         if self.tracked.is_new or started:
             self._show()
-        running: list[_Running] = []
+        running: dict[int, Child] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < self.options.parallel:
-                    running.append(self._start(waiting.popleft()))
-                for one in list(running):
-                    if not one.child.is_running(POLL_S):
-                        running.remove(one)
-                        self._end(one)
+                while waiting and len(running) < self.parallel:
+                    variant = waiting.popleft()
+                    running[variant.number] = self._start(variant)
+                for number, child in list(running.items()):
+                    if not child.is_running(POLL_S):
+                        del running[number]
+                        self._end(number, child.exit_code)
         finally:
-            for one in running:
-                one.child.end()
+            for child in running.values():
+                child.end()
         if self.errors and all(end.state == "failed" for end in self.ends.values()):
             raise self.errors[0]
         return self.result(computed=started)
@@ -137,31 +115,30 @@ class SweepSupervisor:
     def _ended_before(self, variant: Variant) -> bool:
         """Whether a run needs no process. A store that does not know the sweep gets all runs again, from finished steps."""
         with suppress(OSError, ValueError):
-            end = VariantEnd.load(self._folder(variant) / RESULT)
-            goes_on = end.state == "failed" or (end.state == "pruned" and not self.options.prune)
+            end = VariantEnd.load(self._folder(variant.number) / RESULT)
+            goes_on = end.state == "failed" or (end.state == "pruned" and not self.prune)
             if end.key == self.plans[variant.number].key and not self.tracked.is_new and not goes_on:
                 self.ends[variant.number] = end
                 return True
         return False
 
-    def _start(self, variant: Variant) -> _Running:
-        folder = self._folder(variant)
+    def _start(self, variant: Variant) -> Child:
+        folder = self._folder(variant.number)
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RESULT, ERROR):
             (folder / name).unlink(missing_ok=True)
-        least = self.options.min_siblings
         pruning = Pruning(
             folder=folder.resolve(),
             family=variant.family,
-            min_siblings=least if self.options.prune else None,
-            same_seed=len(self.grid.variants) // self.grid.seeds > least,
+            min_siblings=self.min_siblings if self.prune else None,
+            same_seed=len(self.grid.variants) // self.grid.seeds > self.min_siblings,
         )
         spec = VariantSpec(
             number=variant.number,
             label=variant.label,
             key=self.plans[variant.number].key,
             copies=self.plans[variant.number].copies,
-            config=_with_threads(variant.config, self.options.parallel),
+            config=_with_threads(variant.config, self.parallel),
             sweep=self.key,
             parent_run_id=self.tracked.handle.run_id,
             pruning=pruning,
@@ -169,13 +146,13 @@ class SweepSupervisor:
         )
         spec.save(folder / SPEC)
         run_logger().info("run %d of %d begins: %s", variant.number, len(self.grid.variants), variant.label)
-        return _Running(variant, folder, Child(MODULE, folder))
+        return Child(MODULE, folder)
 
-    def _end(self, one: _Running) -> None:
-        number = one.variant.number
-        error = None if one.child.exit_code == 0 else error_of(one.child.exit_code, MODULE, one.folder)
+    def _end(self, number: int, exit_code: int | None) -> None:
+        folder = self._folder(number)
+        error = None if exit_code == 0 else error_of(exit_code, MODULE, folder)
         try:
-            end = VariantEnd.load(one.folder / RESULT)
+            end = VariantEnd.load(folder / RESULT)
         except (OSError, ValueError):
             # The process was killed, or failed before its run was opened.
             reason = error.message.partition("\n")[0] if error is not None else "its process left no result"
@@ -185,15 +162,9 @@ class SweepSupervisor:
         if error is not None:
             self.errors.append(error)
         self.ends[number] = end
-        run_logger().info(
-            "run %d of %d ended: %s: %s (%.0f s, log %s)",
-            number,
-            len(self.grid.variants),
-            one.variant.label,
-            end.headline(),
-            end.seconds,
-            one.folder / "log.txt",
-        )
+        variants = self.grid.variants
+        said = f"run {number} of {len(variants)} ended: {variants[number - 1].label}: {end.headline()}"
+        run_logger().info("%s (%.0f s, log %s)", said, end.seconds, folder / "log.txt")
         self._show(number)
 
     def _show(self, ended: int | None = None) -> None:
@@ -202,19 +173,19 @@ class SweepSupervisor:
         if ended is not None:
             self.tracked.mark(result.lines[ended - 1])
         self.tracked.show(result)
-        show_table("sweep", [cells(line) for line in result.lines], description=result.headline())
+        show_artifact("sweep", [cells(line) for line in result.lines], result.headline())
         done = 100 * len(self.ends) / len(self.grid.variants)
-        show_progress("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
+        show_artifact("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
         pages = mlflow_pages(result.tracking_uri, result.experiment_id, result.run_id)
         if pages is not None:
             runs = [line.end.run_id for line in result.lines if line.end is not None and line.end.run_id]
             link = compare_link(runs, result.experiment_id)
             compare = f"\n\n[compare the runs in MLflow]({pages.base}/{link})" if link else ""
             text = f"# {result.headline()}\n\n[the sweep in MLflow]({pages.run}){compare}\n\n{markdown(result)}"
-            show_artifact("sweep-links", hide(text), description="This sweep in MLflow")
+            show_artifact("sweep-links", hide(text), "This sweep in MLflow")
 
-    def _folder(self, variant: Variant) -> Path:
-        return self.folder / RUNS / f"{variant.number:03d}"
+    def _folder(self, number: int) -> Path:
+        return self.folder / RUNS / f"{number:03d}"
 
 
 def _with_threads(config: RunConfig, parallel: int) -> RunConfig:
@@ -248,42 +219,34 @@ def sweep_flow(
     """
     check_working_directory()
     grid = make_grid(source, overrides or [], over or [], seeds=seeds)
-    check_grid(grid)
-    return run_sweep(grid, Options(max(1, parallel), prune, max(1, min_siblings)))
-
-
-def check_grid(grid: Grid) -> None:
-    """Refuse inputs that do not exist and libraries that are not installed, for every run.
-
-    Raises:
-        ConfigError: with the field.
-    """
     for variant in grid.variants:
         check_inputs(variant.config)
         check_installed(variant.config)
-
-
-def run_sweep(grid: Grid, options: Options) -> SweepResult:
-    """Run a sweep in the flow run of the caller; the same sweep again continues where it was interrupted."""
     check_output(grid.base)
     grid = pinned(grid)
     plans = plans_of(grid)
     key = hashlib.sha256("\n".join(plan.key for _, plan in sorted(plans.items())).encode()).hexdigest()
     output = grid.base.resources.output_dir / grid.base.name
-    folder, run_id, wait = output / SWEEPS / key[:16], flow_run_id(), Wait()
-
-    def waiting(holder: str) -> None:
-        wait.begin(f"waiting for {holder}, which runs the same sweep {folder}")
-
+    folder, run_id = output / SWEEPS / key[:16], flow_run_id()
     with (
         hidden_errors(),
-        alone(folder / ".lock", who=f"the run {flow_run_name() or grid.base.name}", waiting=waiting),
+        locked(folder / ".lock", f"runs the same sweep {folder}", who=f"the run {grid.base.name}"),
         state_in_prefect(output / ".running", run_id),
     ):
-        wait.over()
         known = {"prefect.flow_run_id": run_id, "prefect.flow_run_url": flow_run_url()}
         tracked = SweepRun(grid, key=key, flow={name: value for name, value in known.items() if value})
-        return _supervised(SweepSupervisor(grid, key, folder, tracked, options, _prefect_api(), plans))
+        with get_client(sync_client=True) as client:
+            api = str(client.api_url).rstrip("/")
+        supervisor = SweepSupervisor(grid, key, folder, tracked, plans, api, max(1, parallel), prune, max(1, min_siblings))
+        try:
+            result = supervisor.run()
+        except BaseException as fault:
+            tracked.end("FAILED" if isinstance(fault, Exception) else "KILLED")
+            raise
+        if result.computed:
+            tracked.show(result)
+        tracked.end("FINISHED")
+        return result
 
 
 def pinned(grid: Grid) -> Grid:
@@ -297,21 +260,3 @@ def pinned(grid: Grid) -> Grid:
         return with_fixed_date(config.model_copy(update={"model": config.model.model_copy(update={"path": found[path].path})}))
 
     return replace(grid, variants=tuple(replace(variant, config=pin(variant.config)) for variant in grid.variants))
-
-
-def _supervised(supervisor: SweepSupervisor) -> SweepResult:
-    try:
-        result = supervisor.run()
-    except BaseException as fault:
-        supervisor.tracked.end("FAILED" if isinstance(fault, Exception) else "KILLED")
-        raise
-    if result.computed:
-        supervisor.tracked.show(result)
-    supervisor.tracked.end("FINISHED")
-    return result
-
-
-def _prefect_api() -> str:
-    """Address of this run's Prefect server; a temporary one is known to this process only."""
-    with get_client(sync_client=True) as client:
-        return str(client.api_url).rstrip("/")

@@ -54,7 +54,9 @@ def content_key(step: str, roots: Iterable[str], inputs: Mapping[str, Any]) -> s
         DamagedError: the files of a model are not the ones that its step wrote.
     """
     parts = [step, code_sha256(*sorted(roots))]
-    parts += [f"{name}={_canonical_json(value)}" for name, value in sorted(inputs.items())]
+    parts += [
+        f"{name}={json.dumps(_json_value(value), sort_keys=True, ensure_ascii=False)}" for name, value in sorted(inputs.items())
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -96,7 +98,8 @@ def _source(module: str) -> _Source:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _OURS.fullmatch(node.value):
             names |= {node.value, f"{node.value}.__main__"}
-    _remove_docstrings(tree)
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
     templates = [page.read_text(encoding="utf-8") for page in sorted(path.parent.glob("templates/*.html"))]
     return _Source("\0".join([ast.unparse(tree), *templates]), frozenset(filter(_file, names)))
 
@@ -108,14 +111,6 @@ def _file(module: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _remove_docstrings(tree: ast.Module) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node, clean=False
-        ):
-            node.body = node.body[1:] or [ast.Pass()]
-
-
 @tenacity.retry(
     # Python 3.11 counts the recursion depth of all threads together, so a compilation in another thread can fail this one.
     retry=tenacity.retry_if_exception_type(SystemError),
@@ -125,10 +120,6 @@ def _remove_docstrings(tree: ast.Module) -> None:
 )
 def _parse(source: str) -> ast.Module:
     return ast.parse(source)
-
-
-def _canonical_json(value: Any) -> str:
-    return json.dumps(_json_value(value), sort_keys=True, ensure_ascii=False)
 
 
 def _json_value(value: Any) -> Any:
@@ -157,7 +148,7 @@ def _model_json(value: BaseModel) -> Any:
     fields.pop("module_dir", None)
     if isinstance(value, JudgeConfig):
         # Another address, limit or cache is no other judge: a stage that an outage or a limit has stopped goes on.
-        fields = {name: given for name, given in fields.items() if name in JUDGES_BY}
+        fields = {name: given for name, given in fields.items() if name in JUDGES_BY.split()}
     if isinstance(value, InteractionConfig):
         # Which worker serves a conversation does not change it.
         fields.pop("workers")

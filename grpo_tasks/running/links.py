@@ -1,6 +1,6 @@
 """Links from a flow run to what it made in MLflow, as an artifact of the Prefect UI.
 
-What this module does not do: ask MLflow anything. The addresses are those of MLflow's pages.
+The addresses are those of MLflow's pages; MLflow is not asked.
 """
 
 import os
@@ -9,13 +9,11 @@ from urllib.parse import quote
 from uuid import UUID
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import show_markdown
+from grpo_tasks.running.orchestrator import show_artifact
 from schemas.secret import hide
 
 PUBLIC = "GRPO_MLFLOW_URL"
 """Environment variable: the address of MLflow for browsers, where it is not the one that runs use."""
-LINKS = "links"
-"""Key of the artifact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +28,6 @@ class MlflowPages:
     def run(self) -> str:
         """The page of the run."""
         return f"{self.base}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
-
-    @property
-    def runs(self) -> str:
-        """All runs of the experiment."""
-        return f"{self.base}/#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"
-
-    def artifact(self, path: str) -> str:
-        """The page that shows a file of the run."""
-        return f"{self.run}/artifacts/{quote(path)}"
-
-    def version(self, name: str, version: str) -> str:
-        """The page of a registered version."""
-        return f"{self.base}/#/models/{quote(name, safe='')}/versions/{version}"
 
 
 def mlflow_pages(uri: str, experiment_id: str, run_id: str) -> MlflowPages | None:
@@ -64,12 +49,15 @@ def show_links(
     """
     if pages is None:
         return
+    runs = f"{pages.base}/#/experiments/{pages.experiment_id}/runs?workflowType=machine_learning"
     rows = [
         ["MLflow run", f"[metrics, parameters, files]({pages.run})"],
-        ["all runs", f"[compare the runs of the experiment]({pages.runs})"],
+        ["all runs", f"[compare the runs of the experiment]({runs})"],
     ]
     if report:
-        rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])
+        rows.append(["report", f"[report.html]({pages.run}/artifacts/report/report.html)"])
     if version is not None:
-        rows.append(["model version", f"[{version[0]} version {version[1]}]({pages.version(*version)})"])
-    show_markdown(LINKS, table(["what", "where"], rows), "This run in MLflow", known)
+        name, number = version
+        page = f"{pages.base}/#/models/{quote(name, safe='')}/versions/{number}"
+        rows.append(["model version", f"[{name} version {number}]({page})"])
+    show_artifact("links", table(["what", "where"], rows), "This run in MLflow", known)

@@ -12,8 +12,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
+
+from grpo_tasks.kit.lock import alone
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -77,55 +80,40 @@ def artifact_key(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def show_artifact(key: str, markdown: str, *, description: str) -> None:
-    """Show a report in the Prefect UI under a stable key; outside of a flow nothing happens."""
-    if not in_flow():
+def show_artifact(
+    key: str,
+    data: str | float | Sequence[Mapping[str, object]],
+    description: str,
+    known: dict[str, UUID] | None = None,
+) -> None:
+    """Show something in the Prefect UI under a stable key; outside of a flow nothing happens.
+
+    Args:
+        key: lower-case letters, digits and dashes (`artifact_key`).
+        data: a text in Markdown, the percent of a progress bar, or rows of a table that the UI can sort and filter.
+        description: what it is.
+        known: the artifacts of a run that change while it runs. One that is there is updated, a new one is put in.
+    """
+    if not in_flow() or data == []:
         return
-    from prefect.artifacts import create_markdown_artifact
-
-    create_markdown_artifact(key=key, markdown=markdown, description=description)
-
-
-def show_table(key: str, rows: Sequence[Mapping[str, object]], *, description: str) -> None:
-    """Show rows as a table that the Prefect UI can sort and filter; outside of a flow nothing happens."""
-    if not in_flow() or not rows:
-        return
-    from prefect.artifacts import create_table_artifact
-
-    create_table_artifact(key=key, table=[dict(row) for row in rows], description=description)
-
-
-def show_progress(key: str, percent: float, description: str, known: dict[str, UUID]) -> None:
-    """Show a progress bar, or update the one that `known` has under this key; outside of a flow nothing happens."""
-    if not in_flow():
-        return
-    from prefect.artifacts import create_progress_artifact
-
-    with suppress(Exception):  # see _set_running
-        if key in known:
-            _update(known[key], data=percent, description=description)
-        else:
-            known[key] = cast(UUID, create_progress_artifact(percent, key=key, description=description))
-
-
-def show_markdown(key: str, markdown: str, description: str, known: dict[str, UUID]) -> None:
-    """Show a report, or update the one that `known` has under this key; outside of a flow nothing happens."""
-    if not in_flow():
-        return
-    from prefect.artifacts import create_markdown_artifact
-
-    with suppress(Exception):
-        if key in known:
-            _update(known[key], data=markdown, description=description)
-        else:
-            known[key] = cast(UUID, create_markdown_artifact(markdown, key=key, description=description))
-
-
-def _update(artifact: UUID, *, data: object, description: str) -> None:
+    from prefect import artifacts
     from prefect.client.schemas.actions import ArtifactUpdate
 
-    with _impatient_client() as client:
-        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
+    if known is None:
+        _creator(artifacts, data)(data, key=key, description=description)
+        return
+    with suppress(Exception):  # see _set_running
+        if key in known:
+            with impatient_client() as client:
+                client.update_artifact(known[key], ArtifactUpdate(data=data, description=description))
+        else:
+            known[key] = _creator(artifacts, data)(data, key=key, description=description)
+
+
+def _creator(artifacts: Any, data: object) -> Any:
+    if isinstance(data, str):
+        return artifacts.create_markdown_artifact
+    return artifacts.create_progress_artifact if isinstance(data, float) else artifacts.create_table_artifact
 
 
 def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
@@ -147,31 +135,28 @@ def send_event(event: str, resource: str, payload: Mapping[str, object], *, even
     emit_event(event=event, resource=where, related=related, payload=dict(payload), id=event_id or uuid4())
 
 
-def run_name() -> str:
-    """Name of the flow run; empty outside of a flow."""
-    if not in_flow():
-        return ""
-    from prefect.runtime import flow_run
+@contextmanager
+def locked(lock: Path, use: str, *, who: str, shared: bool = False) -> Iterator[None]:
+    """Hold a lock (`kit.lock.alone`) while the block runs. Every list of runs says why a run waits for it.
 
-    return flow_run.name or ""
+    Args:
+        lock: file of the lock.
+        use: what its holder does with it, for those who wait: `uses the same folder F`.
+        who: name of this holder outside of a flow.
+        shared: hold it together with others who share it.
+    """
+    waited = []
 
+    def waiting(holder: str) -> None:
+        waited.append(f"waiting for {holder}, which {use}")
+        run_logger().info(waited[-1])
+        show_waiting(waited[-1])
 
-class Wait:
-    """A wait for another run: logged, and shown as the state of the run until it is over."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def begin(self, reason: str) -> None:
-        """Say what the run waits for: `waiting for ...`."""
-        self._begun = True
-        run_logger().info(reason)
-        show_waiting(reason)
-
-    def over(self) -> None:
-        """The run goes on."""
-        if self._begun:
+    name = flow_run_name()
+    with alone(lock, who=who if name is None else f"the run {name}", shared=shared, waiting=waiting):
+        if waited:
             show_running()
+        yield
 
 
 def show_waiting(reason: str) -> None:
@@ -191,7 +176,7 @@ def _set_running(name: str, message: str) -> None:
     from prefect.states import Running
 
     # Only a text for people: a server that is away, or a run that is being cancelled, is no reason to stop or to wait.
-    with suppress(Exception), _impatient_client() as client:
+    with suppress(Exception), impatient_client() as client:
         for run_id in {flow_run.id, flow_run.root_flow_run_id} - {None}:
             state = client.read_flow_run(UUID(str(run_id))).state
             if state is not None and state.is_running():
@@ -199,13 +184,10 @@ def _set_running(name: str, message: str) -> None:
 
 
 @contextmanager
-def _impatient_client() -> "Iterator[SyncPrefectClient]":
-    """A client that gives up at once: what it says is only for people to see, and must not delay a run."""
+def impatient_client() -> "Iterator[SyncPrefectClient]":
+    """A client of Prefect that gives up at once: a server that is away must not delay a run, or its end."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client({"timeout": 5.0}, sync_client=True) as client,
-    ):
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client({"timeout": 5.0}, sync_client=True) as client:
         yield client

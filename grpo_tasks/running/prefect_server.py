@@ -55,7 +55,11 @@ class PrefectServer:
         for attempt in range(ATTEMPTS):
             time.sleep(attempt)
             try:
-                return self._post(path, body)
+                with (
+                    temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_URL: self.url}),
+                    get_client({"timeout": LIMIT_S}, sync_client=True) as client,
+                ):
+                    return client._client.post(path, json=body).raise_for_status().json()
             except Exception as error:
                 fault = _of_httpx(error)
                 if isinstance(fault, httpx.HTTPStatusError) and fault.response.status_code not in _STARTING:
@@ -70,13 +74,6 @@ class PrefectServer:
             place=self.place,
             fix=f"start it (grpo up, or prefect server start), or {self.fix}: flows then use a temporary one",
         ) from last
-
-    def _post(self, path: str, body: object) -> Any:
-        with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_URL: self.url}),
-            get_client({"timeout": LIMIT_S}, sync_client=True) as client,
-        ):
-            return client._client.post(path, json=body).raise_for_status().json()
 
     def _refused(self, status: int) -> OrchestratorError:
         if status not in (401, 403):

@@ -19,7 +19,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import artifact_key, run_logger, send_event, show_progress
+from grpo_tasks.running.orchestrator import artifact_key, run_logger, send_event, show_artifact
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config.stage import StageConfig
@@ -142,7 +142,7 @@ class StageProgress:
         self._remember(lines)
         if self._recent and (final or (lines and self._polled - self._shown >= SHOW_S)):
             self._shown = self._polled
-            show_progress(f"progress-{artifact_key(self._stage.name)}", self.percent(), self.now(), self._artifacts)
+            show_artifact(f"progress-{artifact_key(self._stage.name)}", self.percent(), self.now(), self._artifacts)
         if final or self._polled - self._shipped >= self._ship_every_s:
             self._shipped = self._polled
             self._ship()

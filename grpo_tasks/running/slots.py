@@ -85,7 +85,12 @@ def hold(slot: str) -> Iterator[None]:
         finally:
             finished.set()
             renewal.join()
-            _release_own(client, slot, holder)
+            try:
+                _release(client, slot, holder)
+                get_run_logger().info("slot %s released", slot)
+            except httpx.TransportError:
+                # The result of the block, or its error, matters more than a slot that the next run frees.
+                get_run_logger().warning("slot %s: the Prefect server is away; the next run that needs the slot frees it", slot)
 
 
 def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
@@ -137,16 +142,6 @@ def _renew(lease_id: UUID, finished: threading.Event) -> None:
             # A server that is away, or that lost the lease in a restart, is no reason to stop the training: try again.
             with suppress(httpx.HTTPError, ObjectNotFound):
                 client.renew_concurrency_lease(lease_id, LEASE_S)
-
-
-def _release_own(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
-    try:
-        _release(client, slot, holder)
-    except httpx.TransportError:
-        # The result of the block, or its error, matters more than a slot that the next run frees.
-        get_run_logger().warning("slot %s: the Prefect server is away; the next run that needs the slot frees it", slot)
-    else:
-        get_run_logger().info("slot %s released", slot)
 
 
 def _release(client: SyncPrefectClient, slot: str, holder: Holder) -> None:

@@ -27,16 +27,15 @@ from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.manifest import find_changes, take_manifest
-from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_logger, run_name, show_artifact, show_table
+from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import view
 from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
-from schemas.results.base import StepResult
+from schemas.results.base import StepResult, step_results
 from schemas.results.sweep import Pruning
 from schemas.secret import hide
 
@@ -89,12 +88,12 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        show_artifact(artifact_key(name), hide(markdown), description=self.key[:16])
+        show_artifact(artifact_key(name), hide(markdown), self.key[:16])
 
     def table(self, name: str, rows: Sequence[Mapping[str, str | float]]) -> None:
         """Show rows in the Prefect UI, which can sort and filter them, under a stable key."""
         shown = [{column: hide(cell) if isinstance(cell, str) else cell for column, cell in row.items()} for row in rows]
-        show_table(artifact_key(name), shown, description=self.key[:16])
+        show_artifact(artifact_key(name), shown, self.key[:16])
 
 
 def step(
@@ -248,14 +247,42 @@ def _logged_notices() -> Iterator[None]:
 
 
 def _run_as_task(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:
-    from grpo_tasks.running.prefect_task import run_as_task
+    """Run a step in a task of the current flow: its state, name and retries are what the Prefect UI shows."""
+    from prefect import task
+    from prefect.cache_policies import NO_CACHE
+    from prefect.states import Completed
 
-    def state_message(outcome: _Outcome[Made]) -> tuple[bool, str]:
-        return outcome.skipped, f"{label}: unchanged, every file verified" if outcome.skipped else outcome.message(label)
+    # Prefect keeps the state of a task, not its result.
+    outcomes: list[_Outcome[Made]] = []
 
-    about = inspect.getdoc(body)
-    made = run_as_task(run, state_message, name=body.__name__, label=label, about=about, retries=retries, delay_s=RETRY_DELAY_S)
-    return cast(_Outcome[Made], made)
+    def skip_or_run() -> Any:
+        outcomes.append(run())
+        if outcomes[-1].skipped:
+            return Completed(name="Cached", message=f"{label}: unchanged, every file verified")
+        return Completed(message=outcomes[-1].message(label))
+
+    async def child_died(task: object, task_run: object, state: Any) -> bool:  # noqa: ARG001 - Prefect's signature
+        try:
+            await state.aresult()
+        except BaseException as error:
+            return isinstance(error, ChildDied)
+        return False
+
+    make_task: Any = task  # its overloads know no generic function
+    state = make_task(
+        skip_or_run,
+        name=body.__name__,
+        task_run_name=label,
+        description=inspect.getdoc(body),
+        # Only the folder decides whether a step is finished; a cache of Prefect's could contradict it.
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=retries,
+        retry_delay_seconds=RETRY_DELAY_S,
+        retry_condition_fn=child_died,
+    )(return_state=True)
+    state.result()
+    return outcomes[-1]
 
 
 def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:  # noqa: ARG001 - the shape of `_run_as_task`
@@ -278,20 +305,11 @@ def _slots(work: Work, rollout: RolloutConfig | None) -> AbstractContextManager[
     return hold_all(names)
 
 
-@contextmanager
-def _locked_folder(work: Work) -> Iterator[None]:
+def _locked_folder(work: Work) -> AbstractContextManager[None]:
     """Be the only process in this folder. Of two runs that need the same step, the second waits and finds it finished."""
     name = work.directory.parent.name
     lock = work.directory.parent.parent / LOCKS / f"{name}-{work.directory.name}"
-    who = f"the run {run_name()}" if in_flow() else "another run"
-    wait = Wait()
-
-    def waiting(holder: str) -> None:
-        wait.begin(f"waiting for {holder}, which runs the same step {name} ({work.directory})")
-
-    with alone(lock, who=who, waiting=waiting):
-        wait.over()
-        yield
+    return locked(lock, f"runs the same step {name} ({work.directory})", who="another run")
 
 
 def _label(name: str, inputs: dict[str, Any]) -> str:
@@ -370,7 +388,7 @@ def require_unchanged(inputs: Mapping[str, Any]) -> None:
     Raises:
         DamagedError: a file differs.
     """
-    for result in _results_in(list(inputs.values())):
+    for result in step_results(inputs):
         outputs = [file for file in result.manifest if file.path.split("/")[0] in result.OUTPUTS]
         changes = find_changes(result.directory, outputs)
         if changes:
@@ -379,11 +397,3 @@ def require_unchanged(inputs: Mapping[str, Any]) -> None:
                 place=str(result.directory / changes[0].path),
                 fix="run the same command again: the step that made it runs again",
             )
-
-
-def _results_in(values: list[Any]) -> Iterator[StepResult]:
-    for value in values:
-        if isinstance(value, StepResult):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _results_in(list(value))

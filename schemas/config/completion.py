@@ -1,11 +1,14 @@
 """Section `completion`: what an answer is, where it stands in a completion, and when it is right."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import FreeSettings, TagName
+
+JsonAndRegex = Annotated[T, Folded("json_and_regex")]
 
 CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
 """What a completion looks like (grpo_tasks/answers/extract.py)."""
@@ -24,11 +27,9 @@ class TagsConfig(Section):
     answer: TagName = "answer"
     """Tag around the final answer: <answer>...</answer>."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.reasoning == self.answer:
-            raise ValueError("reasoning and answer have the same name; fix: choose two different names")
-        return self
+            yield "reasoning and answer have the same name; fix: choose two different names"
 
     @property
     def in_order(self) -> list[str]:
@@ -44,28 +45,19 @@ class TagsConfig(Section):
 class CompletionConfig(Section):
     """What evaluation, built-in rewards and the reward lab take for the answer of a completion, and when they call it right."""
 
-    GROUPS: ClassVar = {
-        "json_and_regex": (
-            "answer_key",
-            "required",
-            "json_schema",
-            "pattern",
-        ),
-    }
-
     format: CompletionFormat = "tags"
     r"""What a completion looks like, and where its answer stands. tags: a reasoning and an answer block. json: a JSON object.
     regex: text that `pattern` matches. boxed: text with a \boxed{...}. none: free text without an answer."""
     tags: TagsConfig = Field(default_factory=TagsConfig)
     """Tag names of the two blocks, for the format tags."""
-    answer_key: Annotated[str, StringConstraints(min_length=1)] | None = None
+    answer_key: JsonAndRegex[Annotated[str, StringConstraints(min_length=1)] | None] = None
     """Format json: the key whose value is the answer. Empty: the object has no single answer, so accuracy is not measured."""
-    required: list[str] = Field(default_factory=list)
+    required: JsonAndRegex[list[str]] = Field(default_factory=list)
     """Format json: keys that the object must have."""
-    json_schema: FreeSettings | None = None
+    json_schema: JsonAndRegex[FreeSettings | None] = None
     """Format json: a JSON Schema (draft 2020-12) that the object must fit. It may refer to nothing
     outside itself, and its patterns have the syntax of RE2."""
-    pattern: Annotated[str, StringConstraints(min_length=1)] | None = None
+    pattern: JsonAndRegex[Annotated[str, StringConstraints(min_length=1)] | None] = None
     """Format regex: regular expression whose first group is the answer, for example `#### (.+)`. The last match counts. The
     syntax is that of RE2, which takes linear time: no look-around, no back-references."""
     equality: Equality = "numeric"
@@ -111,16 +103,14 @@ class CompletionConfig(Section):
             return f"completion.format: {self.format} has no reasoning and answer to look at; fix: leave it out, or length"
         return ""
 
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         fields = {"json": ("answer_key", "required", "json_schema"), "regex": ("pattern",)}
         for format_, names in fields.items():
             given = [name for name in names if getattr(self, name)]
             if given and self.format != format_:
-                raise ValueError(
+                yield (
                     f"{given[0]} belongs to completion.format: {format_}, and the format is {self.format}; "
                     f"fix: format: {format_}, or leave {given[0]} out"
                 )
         if self.format == "regex" and not self.pattern:
-            raise ValueError("format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'")
-        return self
+            yield "format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'"

@@ -1,14 +1,16 @@
 """Sections `data` and `validation`: where rows come from, and which of them are rejected."""
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from string import Formatter
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints
 
-from schemas.config.section import Section
+from schemas.config.section import Details, Folded, Section, T
 from schemas.config.types import MOST_ROWS, MOST_TOKENS, Address, Fraction, Name
+
+ColumnsAndSplit = Annotated[T, Folded("columns_and_split")]
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """It is part of metric names, so it holds only what MLflow accepts there."""
@@ -57,45 +59,30 @@ Template = Annotated[str, AfterValidator(_template)]
 class DataSource(Section):
     """One file or one hub data set."""
 
-    GROUPS: ClassVar = {
-        "details": (
-            "format",
-            "name",
-            "split",
-            "revision",
-            "max_rows",
-            "delimiter",
-            "encoding",
-            "question",
-            "answer_pattern",
-            "rename",
-        ),
-    }
-
     path: Address
     """JSONL, JSON, CSV, TSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE
     for a file that ships with this project."""
-    format: Literal["auto", "jsonl", "csv", "parquet", "hub"] = "auto"
+    format: Details[Literal["auto", "jsonl", "csv", "parquet", "hub"]] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
-    name: str | None = None
+    name: Details[str | None] = None
     """Configuration name of a hub data set, for example main."""
-    split: str = "train"
+    split: Details[str] = "train"
     """Split of a hub data set."""
-    revision: str | None = None
+    revision: Details[str | None] = None
     """Revision of a hub data set (branch, tag or commit)."""
-    max_rows: int | None = Field(None, ge=1, le=MOST_ROWS)
+    max_rows: Details[int | None] = Field(None, ge=1, le=MOST_ROWS)
     """Read only the first N rows. Empty: all."""
     task: TaskName | None = None
     """Task of the rows of this source. Empty: data.task_column names it, or the data has a single task."""
-    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    delimiter: Details[Annotated[str, AfterValidator(_delimiter)] | None] = None
     r"""Character between the cells of a CSV file, for example `;` or `\t`. Empty: comma, semicolon, tab or bar, by the header."""
-    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    encoding: Details[Annotated[str, AfterValidator(_encoding)] | None] = None
     """Encoding of a text file, for example cp1252. Empty: found out, and named in the validation report."""
-    question: Template | None = None
+    question: Details[Template | None] = None
     """Template of the question for this source. Empty: data.question."""
-    answer_pattern: str | None = None
+    answer_pattern: Details[str | None] = None
     """Pattern of the ground truth for this source. Empty: data.answer_pattern."""
-    rename: dict[str, str] = Field(default_factory=dict)
+    rename: Details[dict[str, str]] = Field(default_factory=dict)
     """New names of columns of this source, {old: new}, in addition to data.rename."""
     _locked: str | None = PrivateAttr(None)
 
@@ -132,68 +119,44 @@ def applies(tasks: Mapping[str, TaskConfig], task: str, reward: str) -> bool:
 class DataConfig(Section):
     """Prompts with their ground truth."""
 
-    GROUPS: ClassVar = {
-        "columns_and_split": (
-            "eval_fraction",
-            "question_column",
-            "prompt_column",
-            "answer_column",
-            "answer_pattern",
-            "question",
-            "rename",
-            "format",
-            "duplicates",
-            "task_column",
-            "tasks",
-        ),
-    }
-
     train: list[DataSource] = Field(min_length=1)
     """Where training prompts come from."""
     eval: list[DataSource] = Field(default_factory=list)
     """Where held-out prompts come from. Empty: a share of the training data is held out (eval_fraction)."""
-    eval_fraction: float = Field(0.1, gt=0.0, lt=1.0)
+    eval_fraction: ColumnsAndSplit[float] = Field(0.1, gt=0.0, lt=1.0)
     """Share of rows to hold out when there is no eval source. A hash of the row decides, so a row never changes splits."""
-    question_column: str = "question"
+    question_column: ColumnsAndSplit[str] = "question"
     """Column with the bare question. Used when there is no prompt column."""
-    prompt_column: str = "prompt"
+    prompt_column: ColumnsAndSplit[str] = "prompt"
     """Column with chat messages (a list of {role, content}), or with strings in TRL's standard format."""
-    answer_column: str | None = "answer"
+    answer_column: ColumnsAndSplit[str | None] = "answer"
     """Column with the ground truth: text, a number, true or false, a date, or a list of several right answers. null: the task has
     no ground truth."""
-    answer_pattern: str | None = None
+    answer_pattern: ColumnsAndSplit[str | None] = None
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
-    question: Template | None = None
+    question: ColumnsAndSplit[Template | None] = None
     """Template that joins columns into the question, for example `{Body} {Question}`. Empty: question_column."""
-    rename: dict[str, str] = Field(default_factory=dict)
+    rename: ColumnsAndSplit[dict[str, str]] = Field(default_factory=dict)
     """New names of columns, {old: new}. Applied before all other settings; a column that a source does not have is skipped."""
-    format: Literal["auto", "conversational", "standard"] = "auto"
+    format: ColumnsAndSplit[Literal["auto", "conversational", "standard"]] = "auto"
     """Form of the prompts. conversational: chat messages; a string becomes a user message. standard: strings, which the model
     continues without a chat template. auto: by what the prompt column holds; a question is always a user message."""
-    duplicates: Literal["drop", "quarantine", "keep"] = "drop"
+    duplicates: ColumnsAndSplit[Literal["drop", "quarantine", "keep"]] = "drop"
     """What happens to a row whose prompt and answer occurred before in the same split. drop: it is left out and counted.
     quarantine: it counts towards max_invalid_fraction. keep: it is used again."""
-    task_column: str | None = None
+    task_column: ColumnsAndSplit[str | None] = None
     """Column with the name of the row's task. Empty: the task of the source, if any."""
-    tasks: dict[TaskName, TaskConfig] = Field(default_factory=dict)
+    tasks: ColumnsAndSplit[dict[TaskName, TaskConfig]] = Field(default_factory=dict)
     """Settings of single tasks, by name. Empty: each row has the same chance, and every reward function applies to every row."""
 
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.format == "standard" and self.system_prompt is not None:
-            raise ValueError(
-                "a prompt in the standard format has no system message; fix: format: conversational, or remove system_prompt"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tasks(self) -> Self:
+            yield "a prompt in the standard format has no system message; fix: format: conversational, or remove system_prompt"
         if self.tasks and self.task_column is None and not any(source.task for source in [*self.train, *self.eval]):
-            raise ValueError("tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source")
-        return self
+            yield "tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source"
 
     def rewards_of(self, task: str) -> set[str] | None:
         """Names of the reward functions that apply to rows of a task; None: all of the stage."""

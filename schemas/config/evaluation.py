@@ -1,13 +1,12 @@
 """Sections `evaluation` and `promotion`: held-out samples, and when the alias `champion` moves."""
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataSource
-from schemas.config.section import Section
+from schemas.config.section import Details, Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
 from schemas.metrics import (
     ACCURACY,
@@ -30,41 +29,29 @@ GUARDING = (ACCURACY, LENIENT_ACCURACY, FORMAT_RATE, TRUNCATED_RATE, COMPLETION_
 class EvaluationConfig(Section):
     """Held-out evaluation, on the same prompts for the base, every stage and the merged model."""
 
-    GROUPS: ClassVar = {
-        "details": (
-            "temperature",
-            "greedy",
-            "stages",
-            "confidence",
-            "max_truncated",
-            "rewards",
-            "evaluators",
-        ),
-    }
-
     engine: Literal["local", "vllm"] | None = None
     """Sampling engine. Empty: the one of training (rollout.engine)."""
     max_prompts: int | None = Field(256, ge=1, le=MOST_ROWS)
     """Held-out prompts to use, chosen by the hash of the row. Empty: all."""
     num_samples: int = Field(4, ge=1, le=MOST_COMPLETIONS)
     """Sampled completions per prompt (k of pass@k)."""
-    temperature: float = Field(1.0, gt=0.0, le=100.0)
+    temperature: Details[float] = Field(1.0, gt=0.0, le=100.0)
     """Sampling temperature of the evaluation."""
-    greedy: bool = True
+    greedy: Details[bool] = True
     """Also sample one greedy completion per prompt."""
-    stages: bool = True
+    stages: Details[bool] = True
     """Also evaluate after each stage, not only the base, the last stage and the merged model. A version whose merged model is
     worse than its last stage is not promoted."""
-    confidence: float = Field(0.95, gt=0.0, lt=1.0)
+    confidence: Details[float] = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
-    max_truncated: Fraction = 0.95
+    max_truncated: Details[Fraction] = 0.95
     """Largest share of the base model's completions that a limit may cut off. Above it the run stops before any training, because
     nothing seems to end a completion. 1: it never stops, for texts without an end of their own. Neither does it where the first
     stage trains on demonstrations, which can teach the end, nor for conversations with tools or an environment."""
-    rewards: list[Name] | None = None
+    rewards: Details[list[Name] | None] = None
     """Reward functions whose weighted sum and single means are measured on the held-out completions. Empty: those of the last
     stage. []: none. Adaptive weights count as configured."""
-    evaluators: dict[Name, str] = Field(default_factory=dict)
+    evaluators: Details[dict[Name, str]] = Field(default_factory=dict)
     """Further functions with the signature of a reward, by name: package.module:function or a built-in one. Their means are
     reported and can decide about promotion. They do not count in the reward."""
 
@@ -99,38 +86,27 @@ class PromotionGuard(Section):
     evaluator: str | None = Field(None, max_length=400, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")
     """Function of evaluator, as package.module:function. It has the signature of a reward and runs in the reward process."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.metric not in GUARDING:
-            raise ValueError(f"a guard cannot measure {self.metric}; fix: metric: one of {', '.join(GUARDING)}")
+            yield f"a guard cannot measure {self.metric}; fix: metric: one of {', '.join(GUARDING)}"
         if self.max_drop is None and self.max_rise is None:
-            raise ValueError(f"the guard {self.name} has no limit; fix: max_drop: 0.02, or max_rise")
+            yield f"the guard {self.name} has no limit; fix: max_drop: 0.02, or max_rise"
         searches = self.metric in (CONTAINS, LACKS)
         if searches != bool(self.phrases or self.pattern) or not all(phrase.strip() for phrase in self.phrases):
             what = "needs phrases or a pattern" if searches else "takes neither phrases nor a pattern"
-            raise ValueError(f"the guard {self.name} measures {self.metric}, which {what}; fix: metric: {LACKS}, phrases: [...]")
+            yield f"the guard {self.name} measures {self.metric}, which {what}; fix: metric: {LACKS}, phrases: [...]"
         if (self.metric == EVALUATOR) != (self.evaluator is not None):
-            raise ValueError(
+            yield (
                 f"the guard {self.name}: {EVALUATOR} and its function belong together; fix: metric: {EVALUATOR}, "
                 f"{EVALUATOR}: package.module:function"
             )
         if "script" in self.model_fields_set and self.metric != SCRIPT_SHARE:
-            raise ValueError(f"the guard {self.name} measures {self.metric}, not a script; fix: metric: {SCRIPT_SHARE}")
-        return self
+            yield f"the guard {self.name} measures {self.metric}, not a script; fix: metric: {SCRIPT_SHARE}"
 
     @property
     def needs_truth(self) -> bool:
         """Whether its rows need a ground truth."""
         return self.metric in (ACCURACY, LENIENT_ACCURACY)
-
-
-def check_guards(guards: Sequence[PromotionGuard], completion: CompletionConfig) -> None:
-    """Raise ValueError for a guard that measures answers where completions have none."""
-    for index, guard in enumerate(guards):
-        if guard.needs_truth and not completion.has_answer:
-            raise ValueError(
-                f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
-            )
 
 
 class PromotionConfig(Section):

@@ -1,13 +1,13 @@
 """Section `stages[].guards`: what is watched while a stage trains, and what happens when a guard fires."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from schemas.config.section import Section
+from schemas.config.section import Details, Section
 from schemas.config.types import MOST_TIMES
 
 GuardAction = Literal["off", "warn", "stop", "rollback"]
@@ -108,13 +108,6 @@ class GuardsConfig(Section):
     """What happens when the metrics of a stage go wrong. off; warn: an event in the log, Prefect and MLflow; stop: end the stage;
     rollback: return to the last good checkpoint with a lower learning rate."""
 
-    GROUPS: ClassVar = {
-        "details": (
-            "max_rollbacks",
-            "rollback_learning_rate",
-        ),
-    }
-
     not_finite: Literal["stop", "rollback"] = "stop"
     """A loss or gradient that is not finite. Such an update is never applied."""
     kl_blow_up: Annotated[KlBlowUp, _OrActionAlone()] = Field(default_factory=KlBlowUp, title="KL blow up")
@@ -137,9 +130,9 @@ class GuardsConfig(Section):
     sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
     """The log-probabilities of sampler and trainer differ by more than the threshold. With max_staleness above 0 the age of the
     policy that samples is part of the difference."""
-    max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
+    max_rollbacks: Details[int] = Field(2, ge=0, le=MOST_TIMES)
     """Number of rollbacks after which the stage stops."""
-    rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)
+    rollback_learning_rate: Details[float] = Field(0.5, gt=0.0, le=1.0)
     """Factor that each rollback applies to the learning rate."""
 
     @property

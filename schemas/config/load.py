@@ -8,8 +8,9 @@ lists are replaced. An override is `a.b.0.c=value` with a YAML value.
 
 import difflib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -18,9 +19,10 @@ from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import MAX_LINES, ConfigError, shorten
-from schemas.hints.search import hint_for, hint_for_value, why_gone, without_gone
+from schemas.hints import hint_for, hint_for_value, why_gone, without_gone
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
+Checked = TypeVar("Checked")
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
 _MOST_FILES = 50
@@ -89,9 +91,13 @@ def _merge_layers(layers: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
-    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its own modules."""
+    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its own modules.
+
+    Raises:
+        ConfigError: the working directory, which is searched first, holds a different module of the same name.
+    """
     if config.rewards.module_dir is not None:
-        return _with_module_dir(config, config.rewards.module_dir)
+        return config.with_module_dir(config.rewards.module_dir)
     functions = [reward.function or "" for reward in config.rewards.functions.values()]
     functions += config.interaction.references
     functions += [stage.demonstrations.function or "" for stage in config.stages if stage.demonstrations is not None]
@@ -99,44 +105,19 @@ def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
     here = Path.cwd()
     for file in files:
         folder = file.resolve().parent
-        if folder == here or not _own_modules(modules, folder, place=f"{file}: rewards.functions"):
+        own = {module: found for module in modules if (found := module_file(module, folder)) is not None}
+        if folder == here or not own:
             continue
-        relative = folder.relative_to(here) if folder.is_relative_to(here) else folder
-        return _with_module_dir(config, relative)
+        for module, found in own.items():
+            other = module_file(module, here)
+            if other is not None and other.read_bytes() != found.read_bytes():
+                raise ConfigError(
+                    f"two different modules are called {module}: {other} and {found}",
+                    place=f"{file}: rewards.functions",
+                    fix="rename or remove one of them, or start the command in the folder of the config",
+                )
+        return config.with_module_dir(folder.relative_to(here) if folder.is_relative_to(here) else folder)
     return config
-
-
-def _with_module_dir(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with the folder of own modules in every section that names functions."""
-    stages = [
-        stage
-        if stage.demonstrations is None or stage.demonstrations.module_dir is not None
-        else stage.model_copy(update={"demonstrations": stage.demonstrations.model_copy(update={"module_dir": folder})})
-        for stage in config.stages
-    ]
-    rewards = config.rewards.model_copy(update={"module_dir": folder})
-    interaction = config.interaction
-    if interaction.active and interaction.module_dir is None:
-        interaction = interaction.model_copy(update={"module_dir": folder})
-    return config.model_copy(update={"rewards": rewards, "stages": stages, "interaction": interaction})
-
-
-def _own_modules(modules: list[str], folder: Path, *, place: str) -> list[str]:
-    """The reward modules that a folder holds.
-
-    Raises:
-        ConfigError: the working directory, which is searched first, holds a different module of the same name.
-    """
-    found = {module: file for module in modules if (file := module_file(module, folder)) is not None}
-    for module, file in found.items():
-        other = module_file(module, Path.cwd())
-        if other is not None and other.read_bytes() != file.read_bytes():
-            raise ConfigError(
-                f"two different modules are called {module}: {other} and {file}",
-                place=place,
-                fix="rename or remove one of them, or start the command in the folder of the config",
-            )
-    return list(found)
 
 
 def _text_of(path: Path) -> str:
@@ -173,8 +154,12 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
     Raises:
         ConfigError: lists every fault.
     """
+    return _valid(lambda: RunConfig.model_validate(tree, context=FLAT), place)
+
+
+def _valid(make: Callable[[], Checked], place: str) -> Checked:
     try:
-        return RunConfig.model_validate(tree, context=FLAT)
+        return make()
     except ValidationError as error:
         raise ConfigError("\n".join(_fault_lines(error)), place=place) from error
 
@@ -203,10 +188,7 @@ def tracking_at(uri: str | None) -> TrackingConfig:
     Raises:
         ConfigError: it is not a valid address.
     """
-    try:
-        return TrackingConfig(tracking_uri=uri)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_fault_lines(error)), place="--tracking-uri") from error
+    return _valid(lambda: TrackingConfig(tracking_uri=uri), "--tracking-uri")
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
@@ -259,15 +241,15 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not all(keys):
         raise ConfigError(f"{dotted} has an empty key between its dots", place="--set", fix="--set stages.0.learning_rate=1e-5")
     node: Any = tree
-    for depth, key in enumerate(keys[:-1]):
-        following = _child(node, key, dotted)
-        if following is None:
-            following = {}
-            _assign(node, key, following, dotted)
-        if not isinstance(following, dict | list):
-            raise ConfigError(f"{'.'.join(keys[: depth + 1])} is a value, not a section", place=f"--set {override}")
-        node = following
-    _assign(node, keys[-1], parse_yaml(text, place="--set"), dotted)
+    for depth, key in enumerate(keys):
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{'.'.join(keys[:depth])} is a value, not a section", place=f"--set {override}")
+        at = _index(node, key, dotted) if isinstance(node, list) else key
+        if depth == len(keys) - 1:
+            node[at] = parse_yaml(text, place="--set")
+        elif (node[at] if isinstance(node, list) else node.get(at)) is None:
+            node[at] = {}
+        node = node[at]
 
 
 def _index(node: list[Any], key: str, dotted: str) -> int:
@@ -275,17 +257,6 @@ def _index(node: list[Any], key: str, dotted: str) -> int:
         indices = f"0 to {len(node) - 1}" if node else "set the whole list: KEY=[...]"
         raise ConfigError(f"{key} is not an index of a list of {len(node)} items", place=f"--set {dotted}", fix=indices)
     return int(key)
-
-
-def _child(node: dict[str, Any] | list[Any], key: str, dotted: str) -> Any:
-    return node[_index(node, key, dotted)] if isinstance(node, list) else node.get(key)
-
-
-def _assign(node: dict[str, Any] | list[Any], key: str, value: Any, dotted: str) -> None:
-    if isinstance(node, list):
-        node[_index(node, key, dotted)] = value
-    else:
-        node[key] = value
 
 
 def _fault_lines(error: ValidationError) -> list[str]:

@@ -1,33 +1,26 @@
 """Section `model`: the base model and its adapter."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, StringConstraints
 
-from schemas.config.section import Section
+from schemas.config.section import Details, Section
 from schemas.config.types import Address
 
 
 class LoraConfig(Section):
     """Low-rank adapter (LoRA, arXiv:2106.09685), trained instead of all weights."""
 
-    GROUPS: ClassVar = {
-        "details": (
-            "lora_dropout",
-            "target_modules",
-            "use_rslora",
-        ),
-    }
-
     r: int = Field(16, ge=1, le=512, title="Rank")
     """Rank of the update matrices."""
     lora_alpha: int = Field(32, ge=1, le=100_000)
     """Scale: the update is multiplied by lora_alpha / r. A common choice is twice the rank."""
-    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    lora_dropout: Details[float] = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability on the adapter's input while training."""
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Details[Literal["all-linear"] | list[str]] = "all-linear"
     """Names of the layers that get an adapter, for example [q_proj, v_proj]. all-linear: every linear layer except the head."""
-    use_rslora: bool = False
+    use_rslora: Details[bool] = False
     """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA, arXiv:2312.03732)."""
 
 
@@ -51,43 +44,31 @@ class AddedToken(Section):
 class ModelConfig(Section):
     """The base model."""
 
-    GROUPS: ClassVar = {
-        "details": (
-            "revision",
-            "merged_dtype",
-            "merged_system_prompt",
-            "attn_implementation",
-            "quantization",
-            "gradient_checkpointing",
-            "added_tokens",
-        ),
-    }
-
     path: Address = "embedded:base"
     """Local folder or hub id of a causal language model, or a registered model: NAME, NAME@ALIAS or NAME/VERSION. embedded:base
     is the tiny model that ships with this project."""
-    revision: str | None = None
+    revision: Details[str | None] = None
     """Hub revision (branch, tag or commit). Leave it empty for local folders."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the
     loss so that small gradients do not underflow; bfloat16 needs no scaling."""
-    merged_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    merged_dtype: Details[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """Precision in which the merged model is saved. auto: the first of bfloat16, float16 and float32 that keeps at least 95 % of
     what training changed. A precision that you name and that keeps less is refused. The merge itself is computed in float32."""
-    merged_system_prompt: bool = True
+    merged_system_prompt: Details[bool] = True
     """Put data.system_prompt into the chat template of the merged model. Conversations without a system message then begin with
     it, as in training, wherever the model is served."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Details[Literal["sdpa", "eager", "flash_attention_2"]] = "sdpa"
     """Attention kernel."""
-    quantization: Literal["none", "nf4"] = "none"
+    quantization: Details[Literal["none", "nf4"]] = "none"
     """nf4: train the adapter on a 4-bit base (QLoRA, arXiv:2305.14314; needs the extra [gpu]). Merging and evaluation use the
     unquantized base."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Details[bool] = False
     """Recompute activations in the backward pass. Uses less memory and is about a third slower."""
     lora: LoraConfig | None = Field(default_factory=LoraConfig, title="LoRA")
     """Adapter settings. null trains all weights (full fine-tuning)."""
 
-    added_tokens: list[TokenText | AddedToken] = Field(default_factory=list)
+    added_tokens: Details[list[TokenText | AddedToken]] = Field(default_factory=list)
     """Tokens that the tokenizer gets in addition to its own: strings, or {token: <search>, special: true}. Their embeddings start
     near the mean of the others and are trained, with an adapter as well. The merged model is published with them."""
 
@@ -104,16 +85,10 @@ class ModelConfig(Section):
         model._locked = sha256
         return model
 
-    @model_validator(mode="after")
-    def _check_added_tokens(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         texts = [given if isinstance(given, str) else given.token for given in self.added_tokens]
         for text in texts:
             if texts.count(text) > 1:
-                raise ValueError(f"added_tokens names {text!r} twice; fix: name each token once")
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
+                yield f"added_tokens names {text!r} twice; fix: name each token once"
         if self.quantization != "none" and self.lora is None:
-            raise ValueError("a 4-bit base cannot be fully fine-tuned; fix: lora: {}, or quantization: none")
-        return self
+            yield "a 4-bit base cannot be fully fine-tuned; fix: lora: {}, or quantization: none"

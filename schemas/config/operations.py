@@ -1,13 +1,17 @@
 """Sections `tracking` and `resources`: MLflow, devices, threads, folders."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl
 from schemas.secret import has_password
+
+Restarts = Annotated[T, Folded("restarts")]
+Speed = Annotated[T, Folded("speed")]
 
 
 class TrackingConfig(Section):
@@ -24,20 +28,16 @@ class TrackingConfig(Section):
     patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for an MLflow server that stops answering during a run. Training never waits for it."""
 
-    @model_validator(mode="after")
-    def _check_password(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if has_password(self.tracking_uri or ""):
-            raise ValueError(
+            yield (
                 "tracking_uri contains a password, and a config is recorded; fix: leave it empty and export MLFLOW_TRACKING_URI, "
                 "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        return self
 
 
 class ClusterConfig(Section):
     """Where the processes of a stage run: on this machine, or on the nodes of a Ray cluster."""
-
-    GROUPS: ClassVar = {"restarts": ("max_restarts", "replacement_wait_s", "placement")}
 
     engine: Literal["local", "ray"] = "local"
     """local: on this machine. ray: on nodes of a running Ray cluster, which need no disk in common with this machine."""
@@ -52,79 +52,62 @@ class ClusterConfig(Section):
     """CPUs that each process reserves."""
     gpus_per_process: int | None = Field(None, ge=0, le=MOST_PROCESSES)
     """GPUs that each process reserves. Empty: 1 if a node of the cluster has GPUs and resources.device is not cpu, else 0."""
-    max_restarts: int = Field(3, ge=0, le=1_000)
+    max_restarts: Restarts[int] = Field(3, ge=0, le=1_000)
     """How often a stage resumes from its last checkpoint by itself after a node or a process died."""
-    replacement_wait_s: float = Field(60.0, ge=0.0, le=LONGEST_S)
+    replacement_wait_s: Restarts[float] = Field(60.0, ge=0.0, le=LONGEST_S)
     """Time in seconds that a restart waits for as many nodes as before, and an evaluation for a cluster that can hold all of its
     processes. Then they continue with fewer."""
-    placement: Literal["STRICT_SPREAD", "PACK"] = "STRICT_SPREAD"
+    placement: Restarts[Literal["STRICT_SPREAD", "PACK"]] = "STRICT_SPREAD"
     """STRICT_SPREAD: each of the num_nodes on a machine of its own. PACK: on as few machines as possible."""
 
 
 class ResourcesConfig(Section):
     """Machine settings. They do not change what a run computes, but for rounding."""
 
-    GROUPS: ClassVar = {
-        "speed": (
-            "num_threads",
-            "num_processes",
-            "fsdp",
-            "distributed_timeout_minutes",
-            "max_hours",
-            "compile",
-            "share_prompts",
-            "fold_adapter",
-            "fuse_kernels",
-            "deterministic",
-        ),
-    }
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors. auto: a GPU if there is one."""
     gpu_slot: str = "auto"
     """Slot that a run holds while it uses a GPU, so that no two runs share one. auto: one slot per GPU, none on a CPU. shared:
     never wait. Any other value is the name of a global concurrency limit in Prefect."""
-    num_threads: int | None = Field(None, ge=1, le=MOST_PROCESSES)
+    num_threads: Speed[int | None] = Field(None, ge=1, le=MOST_PROCESSES)
     """CPU threads of torch. Empty: all cores."""
-    num_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
+    num_processes: Speed[int] = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes on this machine that train a stage together, one per GPU. They share the per_device_train_batch_size x
     gradient_accumulation_steps completions of each update, so raise gradient_accumulation_steps with their number."""
-    fsdp: bool = False
+    fsdp: Speed[bool] = False
     """Shard weights, gradients and optimizer state over the processes (FSDP2), for a model that one GPU cannot train. Off: each
     process holds all of them. The local engine still needs a full copy of the weights on each GPU while it samples."""
-    distributed_timeout_minutes: float = Field(120.0, gt=0.0, le=10_000.0)
+    distributed_timeout_minutes: Speed[float] = Field(120.0, gt=0.0, le=10_000.0)
     """Time limit in minutes of a collective operation (NCCL, gloo): a process that waits longer for the others ends the stage
     with an error. It has to exceed the longest rollout, rewards included."""
-    compile: bool = False
+    max_hours: Speed[float | None] = Field(None, gt=0.0, le=100_000)
+    """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
+    Empty: no limit."""
+    compile: Speed[bool] = False
     """Compile the model's layers for training with torch.compile. The first passes take minutes, so it pays off in long stages
     on a GPU."""
-    share_prompts: bool = True
+    share_prompts: Speed[bool] = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
-    fold_adapter: bool = True
+    fold_adapter: Speed[bool] = True
     """Sample from a copy of the adapted weights: in float32 with the adapter merged in, in 16 bits with the adapter kept apart,
     because merging would round small updates away. Off: through the adapter that is trained."""
-    fuse_kernels: bool = True
+    fuse_kernels: Speed[bool] = True
     """Decode models of the Llama architecture with fewer, larger kernels."""
-    deterministic: bool = True
+    deterministic: Speed[bool] = True
     """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU updates
     are slower (attention backward, writes by an index), and a kernel that cannot be deterministic is named in a warning. Sampling
     with the local engine is reproducible either way and costs nothing more."""
-    max_hours: float | None = Field(None, gt=0.0, le=100_000)
-    """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
-    Empty: no limit."""
     output_dir: OutputFolder = Path("runs")
     """Folder for everything a run writes outside MLflow."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Where the processes of a stage run."""
 
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.cluster.engine == "ray" and self.num_processes > 1:
-            raise ValueError(
+            yield (
                 "num_processes counts processes of this machine, and the stages run on a cluster; "
                 "fix: cluster.processes_per_node, and num_processes: 1"
             )
-        return self
 
     @property
     def ways(self) -> dict[str, bool]:

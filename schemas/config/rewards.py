@@ -1,13 +1,16 @@
 """Sections `rewards` and `lab`: reward functions with weights, and how they are probed."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.config.learning.judge import JudgeConfig
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
+
+Limits = Annotated[T, Folded("limits")]
 
 JUDGE_LIMIT_S = 7_200.0
 """Time limit of a judge for a whole batch, waits for its endpoint included."""
@@ -45,16 +48,6 @@ class AdaptiveWeightConfig(Section):
 class RewardConfig(Section):
     """One reward function."""
 
-    GROUPS: ClassVar = {
-        "limits": (
-            "as_text",
-            "time_limit_s",
-            "on_error",
-            "full_score",
-            "adaptive",
-        ),
-    }
-
     function: str | None = None
     """Built-in name, or package.module:function; a class or a factory may stand there too. Empty: the built-in function of the
     entry's own name."""
@@ -64,18 +57,18 @@ class RewardConfig(Section):
     """function judge: the language model that scores, its rubric and its limits."""
     params: FreeSettings = Field(default_factory=dict)
     """Additional keyword arguments of the function; for a class or a factory, the arguments that it is called with once."""
-    as_text: bool = False
+    as_text: Limits[bool] = False
     """Pass prompts and completions as strings for chats too, to a function that was written for strings. The prompt is then the
     content of the last message."""
-    time_limit_s: float = Field(30.0, gt=0.0, le=LONGEST_S)
+    time_limit_s: Limits[float] = Field(30.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one call, which scores a whole batch of completions."""
-    on_error: Literal["raise", "zero", "skip"] = "raise"
+    on_error: Limits[Literal["raise", "zero", "skip"]] = "raise"
     """What follows an exception, a timeout or an invalid result. raise: stop the run. zero: score the batch 0. skip: leave the
     function out of this batch. zero and skip are logged each time."""
-    full_score: float | None = None
+    full_score: Limits[float | None] = None
     """Score from which a completion counts as a success of this function (success rate, adaptive weight). Empty: 1, and 0 for
     repetition and soft_overlong."""
-    adaptive: AdaptiveWeightConfig | None = None
+    adaptive: Limits[AdaptiveWeightConfig | None] = None
     """Adaptive weight. Empty: the weight is fixed."""
 
     def missing(self, name: str, *, max_completion_length: int) -> str | None:
@@ -114,20 +107,18 @@ class RewardsConfig(Section):
     """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed
     packages and the working directory. Empty: the folder of the config file, if it holds such a module."""
 
-    @model_validator(mode="after")
-    def _check_functions(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name, settings in self.functions.items():
             function = settings.function or name
             if (function == JUDGE) != (settings.judge is not None):
                 what = "has no judge" if function == JUDGE else f"has a judge, and its function is {function}"
                 fix = "judge: {base_urls: [...], model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
-                raise ValueError(f"functions.{name} {what}; fix: {fix}")
+                yield f"functions.{name} {what}; fix: {fix}"
             if ":" not in function and function not in BUILTIN_REWARDS and function != JUDGE:
-                raise ValueError(
+                yield (
                     f"functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
                     "or function: package.module:function"
                 )
-        return self
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the modules of your own functions, after the installed packages."""

@@ -1,14 +1,18 @@
 """Section `rollout`: how completions are sampled, in this process or by vLLM servers."""
 
 import json
+from collections.abc import Iterator
 from datetime import date
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_COMPLETIONS, MOST_PROCESSES, MOST_TIMES, MOST_TOKENS, Address, Url
 from schemas.secret import has_password
+
+ServerDetails = Annotated[T, Folded("server_details")]
+SamplingDetails = Annotated[T, Folded("sampling_details")]
 
 VLLM_MAX_TEMPERATURE = 2.0
 OWN_FLAGS = ("--host", "--port", "--api-key")
@@ -25,88 +29,64 @@ OWN_TEMPLATE_ARGUMENTS = (
 class VllmConfig(Section):
     """vLLM servers that sample the completions."""
 
-    GROUPS: ClassVar = {
-        "server_details": (
-            "weights_urls",
-            "python",
-            "gpu_memory_utilization",
-            "sleep",
-            "replicas",
-            "devices",
-            "tensor_parallel_size",
-            "max_model_len",
-            "extra_args",
-            "start_timeout_s",
-            "request_timeout_s",
-            "concurrency",
-            "retries",
-            "max_restarts",
-            "patience_s",
-        ),
-    }
-
     base_urls: list[Url] = Field(default_factory=list)
     """Addresses of running servers, such as http://10.0.0.7:8000; each process of a stage has one queue for all of them. They see
     the files that the trainer writes, or there are `weights_urls`. Their API key is read from VLLM_API_KEY. One that does not
     answer at the start joins when it does. Empty: the stage starts servers of its own and ends them."""
-    weights_urls: list[Url] = Field(default_factory=list)
+    weights_urls: ServerDetails[list[Url]] = Field(default_factory=list)
     """Addresses of `grpo weights-server`, one for each entry of base_urls, for servers that do not see the files of the trainer.
     The weights of each policy are sent there. Empty: the servers read them from the trainer's folder."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers receive the policy after each update. adapter: they load the adapter. merged: they load all weights;
     full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU in float32, which gets
     merged weights. In 16 bits merged weights lose small updates."""
-    python: Address = ".venv-vllm/bin/python"
+    python: ServerDetails[Address] = ".venv-vllm/bin/python"
     """Python of the environment with vLLM (`make vllm` creates it)."""
-    gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
+    gpu_memory_utilization: ServerDetails[float] = Field(0.4, gt=0.0, le=1.0)
     """Share of the GPU's memory that the server reserves."""
-    sleep: bool = False
+    sleep: ServerDetails[bool] = False
     """Release the server's GPU memory while the policy trains, for one GPU that server and trainer share."""
-    replicas: int = Field(1, ge=1, le=MOST_PROCESSES)
+    replicas: ServerDetails[int] = Field(1, ge=1, le=MOST_PROCESSES)
     """Number of servers to start. Each process of a stage has one queue for all of them: the least loaded server takes the next
     group. One that fails or lags is left out, and others sample its requests."""
-    devices: list[str] = Field(default_factory=list)
+    devices: ServerDetails[list[str]] = Field(default_factory=list)
     """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: one server
     uses the cards of the trainer; several servers get cards of their own, the last ones."""
-    tensor_parallel_size: int = Field(1, ge=1, le=MOST_PROCESSES)
+    tensor_parallel_size: ServerDetails[int] = Field(1, ge=1, le=MOST_PROCESSES)
     """Number of GPUs that share the model of one server."""
-    max_model_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_model_len: ServerDetails[int | None] = Field(None, ge=1, le=MOST_TOKENS)
     """Longest prompt plus completion in tokens. Empty: the limit of the model."""
-    extra_args: list[str] = Field(default_factory=list)
+    extra_args: ServerDetails[list[str]] = Field(default_factory=list)
     """Additional command-line flags of the server."""
-    start_timeout_s: float = Field(600.0, gt=0.0, le=LONGEST_S)
+    start_timeout_s: ServerDetails[float] = Field(600.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds for the start of a server."""
-    request_timeout_s: float = Field(300.0, gt=0.0, le=LONGEST_S)
+    request_timeout_s: ServerDetails[float] = Field(300.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one request."""
-    concurrency: int = Field(64, ge=1, le=MOST_COMPLETIONS)
+    concurrency: ServerDetails[int] = Field(64, ge=1, le=MOST_COMPLETIONS)
     """Highest number of concurrent requests of one server, divided among the processes of a stage (at least 1 for each). A
     server that does not answer in time, or answers 429 or 503, gets half as many; answered requests raise the number again."""
-    retries: int = Field(3, ge=0, le=MOST_TIMES)
+    retries: ServerDetails[int] = Field(3, ge=0, le=MOST_TIMES)
     """How often a request is repeated after a connection error."""
-    max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
+    max_restarts: ServerDetails[int] = Field(2, ge=0, le=MOST_TIMES)
     """How often a server that failed is restarted or tried again before it is left out. The stage stops when none is left. On a
     Ray cluster the driver counts failures in a row, those of starts included, and pauses longer after each."""
-    patience_s: float = Field(0.0, ge=0.0, le=LONGEST_S)
+    patience_s: ServerDetails[float] = Field(0.0, ge=0.0, le=LONGEST_S)
     """How long (s) a stage waits when no server is left, for one that somebody starts again. 0: it stops at once. On a Ray
     cluster, which replaces its servers, a stage waits for half an hour at least."""
 
-    @model_validator(mode="after")
-    def _check_servers(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica")
+            yield f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica"
         for flag in OWN_FLAGS:
             if any(given.partition("=")[0] == flag for given in self.extra_args):
-                raise ValueError(
+                yield (
                     f"extra_args: a server started here sets {flag} itself and listens on 127.0.0.1 only; fix: leave it out. "
                     "Its key comes from VLLM_API_KEY. Start a server for other machines by hand and name it in base_urls"
                 )
         if self.weights_urls and len(self.weights_urls) != len(self.base_urls):
-            raise ValueError(
-                f"weights_urls has {len(self.weights_urls)} entries for {len(self.base_urls)} base_urls; fix: one for each"
-            )
+            yield f"weights_urls has {len(self.weights_urls)} entries for {len(self.base_urls)} base_urls; fix: one for each"
         if any(has_password(address) for address in (*self.base_urls, *self.weights_urls)):
-            raise ValueError("base_urls or weights_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY")
-        return self
+            yield "base_urls or weights_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY"
 
 
 TEMPLATE_DATE = "strftime_now"
@@ -116,69 +96,53 @@ TEMPLATE_DATE = "strftime_now"
 class RolloutConfig(Section):
     """How completions are sampled, in all stages and in the evaluation."""
 
-    GROUPS: ClassVar = {
-        "sampling_details": (
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "chat_template_kwargs",
-            "stop",
-            "include_stop_str_in_output",
-            "stop_token_ids",
-            "max_batch_size",
-            "max_staleness",
-        ),
-    }
-
     engine: Literal["local", "vllm"] = "local"
     """local: our own decoding loop in the process of the trainer. vllm: a vLLM server with an environment of its own."""
     vllm: VllmConfig = Field(default_factory=VllmConfig, title="vLLM")
     """Settings of engine vllm."""
-    max_staleness: int = Field(0, ge=0, le=MOST_TIMES)
-    """Largest number of updates between the policy that samples a rollout and the one that first trains on it, for engine vllm.
-    0: sampling and training take turns. 1 and more: the servers sample the next rollouts while the policy trains, and
-    importance_sampling_correction corrects for the difference; off_policy_mask_threshold leaves out what has become improbable.
-    No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage ends in the same bytes."""
     max_completion_length: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longest completion in tokens."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
     """Sampling temperature in training. The policy's log-probabilities are computed at the same temperature."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: SamplingDetails[float] = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this probability. 1: from all tokens."""
-    top_k: int = Field(0, ge=0, le=MOST_TOKENS)
+    top_k: SamplingDetails[int] = Field(0, ge=0, le=MOST_TOKENS)
     """Sample from the k likeliest tokens. 0: from all tokens."""
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    min_p: SamplingDetails[float] = Field(0.0, ge=0.0, le=1.0)
     """Sample only from tokens that are at least this share as likely as the likeliest one (arXiv:2407.01082). 0: from all
     tokens."""
-    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    repetition_penalty: SamplingDetails[float] = Field(1.0, gt=0.0, le=100.0)
     """Above 1, tokens that the prompt or the completion already contains become less likely (arXiv:1909.05858). It applies to
     greedy decoding too. 1: off."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: SamplingDetails[dict[str, Any]] = Field(default_factory=dict)
     """Variables of the model's chat template, for example {enable_thinking: false}. They apply wherever the run renders a prompt.
     The template of the merged model keeps them as defaults. A template that writes the present day writes that of the first run
     in the folder of results; {strftime_now: '2026-11-26'} names another one."""
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
+    stop: SamplingDetails[list[Annotated[str, StringConstraints(min_length=1)]]] = Field(default_factory=list)
     """Strings that end a completion, for example </answer>. A stop string may contain a special token; the text then keeps that
     token."""
-    include_stop_str_in_output: bool = True
+    include_stop_str_in_output: SamplingDetails[bool] = True
     """Keep the stop string in the text that rewards and evaluation see. Off: the text ends before it. Either way its tokens
     belong to the completion and are trained on."""
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, StringConstraints(min_length=1)]] = Field(
-        default_factory=list
-    )
+    stop_token_ids: SamplingDetails[
+        list[Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, StringConstraints(min_length=1)]]
+    ] = Field(default_factory=list)
     """Tokens that end a completion, by id or by text, in addition to the end tokens of the tokenizer and of the generation
     config."""
-    max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
+    max_batch_size: SamplingDetails[int] = Field(256, ge=1, le=MOST_COMPLETIONS)
     """Largest number of completions that are decoded at once. A higher value costs memory."""
+    max_staleness: SamplingDetails[int] = Field(0, ge=0, le=MOST_TIMES)
+    """Largest number of updates between the policy that samples a rollout and the one that first trains on it, for engine vllm.
+    0: sampling and training take turns. 1 and more: the servers sample the next rollouts while the policy trains, and
+    importance_sampling_correction corrects for the difference; off_policy_mask_threshold leaves out what has become improbable.
+    No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage ends in the same bytes."""
 
-    @model_validator(mode="after")
-    def _check_template(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name in self.chat_template_kwargs:
             if name in OWN_TEMPLATE_ARGUMENTS:
-                raise ValueError(f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out")
+                yield f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out"
             if not name.isidentifier() or not name.isascii():
-                raise ValueError(f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _")
+                yield f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _"
         if TEMPLATE_DATE in self.chat_template_kwargs:
             try:
                 date.fromisoformat(self.chat_template_kwargs[TEMPLATE_DATE])
@@ -190,21 +154,12 @@ class RolloutConfig(Section):
             json.dumps(self.chat_template_kwargs)
         except TypeError as error:
             raise ValueError(f"chat_template_kwargs: {error}; fix: strings, numbers, booleans, lists and mappings") from error
-        return self
-
-    @model_validator(mode="after")
-    def _check_staleness(self) -> Self:
         if self.max_staleness and self.engine != "vllm":
-            raise ValueError("only a server can sample while the policy trains; fix: max_staleness: 0, or engine: vllm")
+            yield "only a server can sample while the policy trains; fix: max_staleness: 0, or engine: vllm"
         if self.max_staleness and self.vllm.sleep:
-            raise ValueError("a server that sleeps while the policy trains cannot sample; fix: max_staleness: 0, or sleep: false")
-        return self
-
-    @model_validator(mode="after")
-    def _check_temperature(self) -> Self:
+            yield "a server that sleeps while the policy trains cannot sample; fix: max_staleness: 0, or sleep: false"
         if self.engine == "vllm" and self.temperature > VLLM_MAX_TEMPERATURE:
-            raise ValueError(
+            yield (
                 f"vLLM supports temperatures up to {VLLM_MAX_TEMPERATURE:g}, not {self.temperature:g}; "
                 "fix: lower it, or engine: local"
             )
-        return self

@@ -1,46 +1,33 @@
 """The one tree that describes a run: YAML file, command line, Prefect form and MLflow parameters are views of it.
 
-    RunConfig
-      model       base model, adapter (LoRA) or full fine-tuning
-      data        where prompts and answers come from
-      validation  which rows are rejected, and how many may be
-      lab         how reward functions are probed
-      completion  what an answer is, where it stands, and when it is right
-      rewards     reward functions with weights
-      rollout     how completions are sampled
-      interaction tools and environments that answer the policy
-      difficulty  pass rates of the training prompts, known before training
-      stages[]    GRPO or supervised, one entry per stage; each starts from the model of the previous one
-      evaluation  held-out evaluation, before and after training
-      promotion   when the alias `champion` moves
-      tracking    MLflow
-      resources   device, threads, where files go
-
 Field names are those of TRL's GRPOConfig where it has them. Reading a config needs pydantic and nothing heavier. The validation
 step checks what depends on the data or the tokenizer. `load.py` reads files and suggests the nearest known key.
 
 A check of fields of one section stands in that section; a check across sections stands here.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Self
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
-from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionConfig, check_guards
-from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
-from schemas.config.learning.interaction import InteractionConfig, check_interaction
+from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionConfig
+from schemas.config.learning.difficulty import DifficultyConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.stage import StageConfig
 from schemas.config.types import Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
+
+MachineAndChecks = Annotated[T, Folded("machine_and_checks")]
 
 MEASURING_SEED = 0
 """Seed of measured pass rates. It is not the seed of the run, so that runs with other seeds use the same measurement."""
@@ -51,17 +38,6 @@ RESERVED_NAMES = ("base", "merged", "champion")
 class RunConfig(Section):
     """A whole run."""
 
-    GROUPS: ClassVar = {
-        "machine_and_checks": (
-            "validation",
-            "lab",
-            "interaction",
-            "difficulty",
-            "tracking",
-            "resources",
-        ),
-    }
-
     name: Name = "grpo"
     """Name of the run, and by default of its folder, MLflow experiment and registered model."""
     seed: int = Field(42, ge=0, lt=2**31)
@@ -70,19 +46,19 @@ class RunConfig(Section):
     """The base model."""
     data: DataConfig
     """Prompts with their ground truth."""
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    validation: MachineAndChecks[ValidationConfig] = Field(default_factory=ValidationConfig)
     """Which rows are rejected."""
     completion: CompletionConfig = Field(default_factory=CompletionConfig)
     """What an answer is, and when it is right."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     """How completions are scored."""
-    lab: LabConfig = Field(default_factory=LabConfig)
+    lab: MachineAndChecks[LabConfig] = Field(default_factory=LabConfig)
     """How the reward lab probes reward functions before training."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
-    interaction: InteractionConfig = Field(default_factory=InteractionConfig)
+    interaction: MachineAndChecks[InteractionConfig] = Field(default_factory=InteractionConfig)
     """Tools and environments that answer the policy between its turns."""
-    difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
+    difficulty: MachineAndChecks[DifficultyConfig] = Field(default_factory=DifficultyConfig)
     """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
     """Stages, in order. Each starts from the model of the previous one."""
@@ -90,83 +66,85 @@ class RunConfig(Section):
     """Held-out evaluation."""
     promotion: PromotionConfig = Field(default_factory=PromotionConfig)
     """When the new model becomes the champion."""
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    tracking: MachineAndChecks[TrackingConfig] = Field(default_factory=TrackingConfig)
     """MLflow."""
-    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+    resources: MachineAndChecks[ResourcesConfig] = Field(default_factory=ResourcesConfig)
     """Machine settings."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _faults(self) -> Iterator[str]:
+        yield from self._faults_of_names()
+        yield from self._faults_of_tasks()
+        yield from self.difficulty.faults_of(self.stages)
+        yield from self.interaction.faults_of(self.rollout, self.stages)
+        yield from self._faults_of_evaluation()
+        for place in secrets_in(self.model_dump()):
+            yield f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
+        yield from self._faults_of_added_tokens()
+        yield from self._faults_of_machines()
+
+    def _faults_of_names(self) -> Iterator[str]:
         names = [stage.name for stage in self.stages]
         for name in names:
             if names.count(name) > 1 or name in RESERVED_NAMES or (name.startswith(GUARD) and self.promotion.guards):
-                raise ValueError(f"stage name {name} is taken; fix: give each stage a unique name")
+                yield f"stage name {name} is taken; fix: give each stage a unique name"
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
-                self._check_reward(f"stages.{index}.rewards", reward)
-        return self
+                yield from self._faults_of_reward(f"stages.{index}.rewards", reward)
 
-    @model_validator(mode="after")
-    def _check_tasks(self) -> Self:
+    def _faults_of_tasks(self) -> Iterator[str]:
         for task in self.data.tasks:
             allowed = self.data.rewards_of(task)
             if allowed is None:
                 continue
             used = sorted({reward for stage in self.stages for reward in stage.rewards})
             for reward in sorted(allowed - set(used)):
-                raise ValueError(f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}")
+                yield f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}"
             for index, stage in enumerate(self.stages):
                 if stage.rewards and allowed.isdisjoint(stage.rewards):
-                    raise ValueError(
+                    yield (
                         f"no reward of stages.{index} applies to the task {task}; "
                         f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
                     )
-        return self
 
-    @model_validator(mode="after")
-    def _check_stages(self) -> Self:
-        check_difficulty(self.difficulty, self.stages)
-        check_interaction(self.interaction, self.rollout, self.stages)
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> Self:
+    def _faults_of_evaluation(self) -> Iterator[str]:
         for reward in self.evaluation.rewards or []:
-            self._check_reward("evaluation.rewards", reward)
+            yield from self._faults_of_reward("evaluation.rewards", reward)
         for name, function in self.evaluation.evaluators.items():
             place = f"evaluation.evaluators.{name}"
             if ":" not in function and function not in BUILTIN_REWARDS:
-                raise ValueError(f"{place}: {function} is not built in; fix: package.module:function")
+                yield f"{place}: {function} is not built in; fix: package.module:function"
             if name in self._evaluation_rewards:
-                raise ValueError(f"{place} has the name of a reward of the evaluation; fix: choose another name")
+                yield f"{place} has the name of a reward of the evaluation; fix: choose another name"
             if refusal := self.completion.refusal(function):
-                raise ValueError(f"{place}: {refusal}")
-        known = {*self._evaluation_rewards, *self.evaluation.evaluators}
+                yield f"{place}: {refusal}"
         metric = self.promotion.metric or ""
         function = self.promotion.decides_by(metric)
-        if function and function not in known:
-            raise ValueError(
-                f"promotion.metric: the evaluation does not measure {function}; fix: evaluation.rewards: [{function}]"
-            )
+        if function and function not in {*self._evaluation_rewards, *self.evaluation.evaluators}:
+            yield f"promotion.metric: the evaluation does not measure {function}; fix: evaluation.rewards: [{function}]"
         if metric == REWARD and not self._evaluation_rewards:
-            raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
-        check_guards(self.promotion.guards, self.completion)
+            yield "promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty"
+        for index, guard in enumerate(self.promotion.guards):
+            if guard.needs_truth and not self.completion.has_answer:
+                yield f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
         if self.promotion.needs_truth and not self.completion.has_answer:
             fix = f"set {self.completion.answer_fix or 'promotion.metric: reward'}"
-            raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")
-        return self
+            yield f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}"
 
     @property
     def _evaluation_rewards(self) -> list[str]:
         return self.stages[-1].rewards if self.evaluation.rewards is None else self.evaluation.rewards
+
+    def _functions(self, names: Iterable[str]) -> dict[str, RewardConfig]:
+        """These reward functions as they score outside of a stage: the configured weight counts."""
+        found = {name: self.rewards.resolve(name) for name in names}
+        return {name: one.model_copy(update={"adaptive": None}) for name, one in found.items() if one is not None}
 
     def scoring(self) -> "Scoring | None":
         """The functions that score held-out completions, and no other; None when there are none."""
         rewards, evaluators = self._evaluation_rewards, self.evaluation.evaluators
         if not rewards and not evaluators:
             return None
-        used = {name: resolved for name in rewards if (resolved := self.rewards.resolve(name)) is not None}
-        functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
+        functions = self._functions(rewards)
         functions |= {name: RewardConfig(function=function, weight=0.0) for name, function in evaluators.items()}
         section = self.rewards.model_copy(update={"functions": functions})
         return Scoring(
@@ -181,10 +159,7 @@ class RunConfig(Section):
             measured: measure them even where a column of the data holds them.
             adapter: the measured policy has an adapter.
         """
-        names = {name for stage in stages for name in stage.rewards}
-        used = {name: resolved for name in sorted(names) if (resolved := self.rewards.resolve(name)) is not None}
-        # The configured weight counts, as in an evaluation.
-        functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
+        functions = self._functions(sorted({name for stage in stages for name in stage.rewards}))
         difficulty = self.difficulty.model_copy(update={"pass_rate_column": None} if measured else {})
         rewards = self.rewards.model_copy(update={"functions": functions})
         update = {"stages": list(stages), "rewards": rewards, "difficulty": difficulty}
@@ -198,110 +173,85 @@ class RunConfig(Section):
         tasks = self.data.tasks.items()
         return {name: None if task.rewards is None else [*task.rewards, *everywhere] for name, task in tasks}
 
-    def _check_reward(self, place: str, reward: str) -> None:
+    def _faults_of_reward(self, place: str, reward: str) -> Iterator[str]:
         resolved = self.rewards.resolve(reward)
         if resolved is None:
             known = sorted({*BUILTIN_REWARDS, *self.rewards.functions})
-            raise ValueError(
+            yield (
                 f"{place} names {reward}, which is neither built in nor under rewards.functions; "
                 f"fix: one of {', '.join(known)}, or add it with function: package.module:function"
             )
+            return
         if refusal := self.completion.refusal(resolved.function or ""):
-            raise ValueError(f"{place} names {reward}: {refusal}")
+            yield f"{place} names {reward}: {refusal}"
         if resolved.function == "environment" and self.interaction.environment is None:
-            raise ValueError(f"{place} names {reward}, and no environment answers; fix: interaction.environment: module:Class")
+            yield f"{place} names {reward}, and no environment answers; fix: interaction.environment: module:Class"
         if missing := resolved.missing(reward, max_completion_length=self.rollout.max_completion_length):
-            raise ValueError(f"{place}: {missing}")
+            yield f"{place}: {missing}"
 
-    @model_validator(mode="after")
-    def _check_secrets(self) -> Self:
-        for place in secrets_in(self.model_dump()):
-            raise ValueError(
-                f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_added_tokens(self) -> Self:
+    def _faults_of_added_tokens(self) -> Iterator[str]:
         vllm, model = self.rollout.vllm, self.model
         if not model.added_tokens:
-            return self
+            return
         if self.resources.fsdp and model.lora is not None:
-            raise ValueError("the trained rows of model.added_tokens cannot be sharded; fix: resources.fsdp: false")
+            yield "the trained rows of model.added_tokens cannot be sharded; fix: resources.fsdp: false"
         if "vllm" not in (self.rollout.engine, self.evaluation.engine):
-            return self
+            return
         if vllm.base_urls:
-            raise ValueError(
+            yield (
                 "a running server has no rows for model.added_tokens; fix: remove rollout.vllm.base_urls, and the run starts one"
             )
         if vllm.sync == "adapter":
-            raise ValueError("vLLM's adapters cannot carry the rows of model.added_tokens; fix: rollout.vllm.sync: auto")
+            yield "vLLM's adapters cannot carry the rows of model.added_tokens; fix: rollout.vllm.sync: auto"
         if model.quantization != "none" and self.rollout.engine == "vllm":
-            raise ValueError(
+            yield (
                 "vLLM gets the rows of model.added_tokens with merged weights, and 4-bit weights cannot be merged for it; "
                 "fix: rollout.engine: local, or model.quantization: none"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
-        if self.resources.cluster.engine != "ray":
-            return self
+    def _faults_of_machines(self) -> Iterator[str]:
+        resources, cluster = self.resources, self.resources.cluster.engine == "ray"
         for index, stage in enumerate(self.stages):
-            if stage.engine == "trl":
+            if cluster and stage.engine == "trl":
                 # Only our own checkpoints travel back from a node.
-                raise ValueError(f"engine trl trains on one machine only; fix: stages.{index}.engine: native")
-        if self.model.added_tokens and self.rollout.engine == "vllm":
-            raise ValueError(
+                yield f"engine trl trains on one machine only; fix: stages.{index}.engine: native"
+        if cluster and self.model.added_tokens and self.rollout.engine == "vllm":
+            yield (
                 "a rollout server on a cluster has no rows for model.added_tokens; fix: rollout.engine: local, "
                 "or resources.cluster.engine: local"
             )
-        return self
+        if self.rollout.engine == "vllm":
+            yield from self._faults_of_servers()
+        if resources.fsdp and self.model.quantization != "none":
+            yield "4-bit weights cannot be sharded; fix: resources.fsdp: false"
+        if resources.fsdp and self.model.dtype == "float16":
+            yield "resources.fsdp does not support the loss scaling of float16; fix: model.dtype: bfloat16"
+        for index, stage in enumerate(self.stages):
+            if resources.fsdp and stage.optim.endswith("8bit"):
+                yield f"stages.{index}.optim {stage.optim} does not support resources.fsdp; fix: adamw_torch"
+            if resources.fsdp and stage.engine != "native":
+                yield f"stages.{index}.engine {stage.engine} does not support resources.fsdp; fix: engine: native"
 
-    @model_validator(mode="after")
-    def _check_servers(self) -> Self:
-        vllm, model = self.rollout.vllm, self.model
-        if self.rollout.engine != "vllm":
-            return self
+    def _faults_of_servers(self) -> Iterator[str]:
+        vllm, model, most = self.rollout.vllm, self.model, self.rollout.max_staleness
         if vllm.sync == "adapter" and model.lora is None:
-            raise ValueError("rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto")
+            yield "rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto"
         if vllm.sync == "merged" and model.quantization != "none":
-            raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
+            yield "4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter"
         # On a cluster, where num_processes is 1, the driver starts servers that all processes share.
         if self.resources.num_processes > 1 and not vllm.base_urls:
-            raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
-        if self.rollout.max_staleness:
-            self._check_staleness()
-        return self
-
-    def _check_staleness(self) -> None:
-        most = self.rollout.max_staleness
-        for index, stage in enumerate(self.stages):
+            yield "several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]"
+        for index, stage in enumerate(self.stages if most else []):
             if stage.engine == "native" and stage.importance_sampling_correction == "none":
-                raise ValueError(
+                yield (
                     f"rollout.max_staleness {most} trains on completions of an older policy; "
                     f"fix: stages.{index}.importance_sampling_correction: auto, which is token_truncate"
                 )
             if most < stage.updates_per_rollout:
-                raise ValueError(
+                yield (
                     f"a rollout of stages.{index} feeds {stage.updates_per_rollout} updates, so the next one would be that many "
                     f"updates old; fix: rollout.max_staleness: {stage.updates_per_rollout}, or 0"
                 )
-
-    @model_validator(mode="after")
-    def _check_sharding(self) -> Self:
-        if not self.resources.fsdp:
-            return self
-        if self.model.quantization != "none":
-            raise ValueError("4-bit weights cannot be sharded; fix: resources.fsdp: false")
-        if self.model.dtype == "float16":
-            raise ValueError("resources.fsdp does not support the loss scaling of float16; fix: model.dtype: bfloat16")
-        for index, stage in enumerate(self.stages):
-            if stage.optim.endswith("8bit"):
-                raise ValueError(f"stages.{index}.optim {stage.optim} does not support resources.fsdp; fix: adamw_torch")
-            if stage.engine != "native":
-                raise ValueError(f"stages.{index}.engine {stage.engine} does not support resources.fsdp; fix: engine: native")
-        return self
 
     @property
     def experiment(self) -> str:
@@ -312,6 +262,19 @@ class RunConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry."""
         return self.tracking.registered_model or self.name
+
+    def with_module_dir(self, folder: Path, *, replace: bool = False) -> Self:
+        """The config with a folder of own modules in the sections that name functions and no folder; with `replace`, in all."""
+
+        def put(section: Any) -> Any:
+            return section.model_copy(update={"module_dir": folder}) if replace or section.module_dir is None else section
+
+        stages = [
+            stage.model_copy(update={"demonstrations": put(stage.demonstrations)}) if stage.demonstrations else stage
+            for stage in self.stages
+        ]
+        interaction = put(self.interaction) if replace or self.interaction.active else self.interaction
+        return self.model_copy(update={"rewards": put(self.rewards), "stages": stages, "interaction": interaction})
 
     def evaluated(self) -> Self:
         """The config whose rollouts are those of an evaluation, which may sample with an engine of its own."""

@@ -1,17 +1,21 @@
 """The base class of all sections of the config, and how a form folds away rarely used fields.
 
+    Optimizer = Annotated[T, Folded("optimizer")]
+
     class Stage(Section):
-        GROUPS = {"optimizer_details": ("adam_beta1", "adam_beta2")}
+        adam_beta1: Optimizer[float] = 0.9
 
 A field has one spelling in YAML files and on the command line: its flat name (`adam_beta1`). Only a form that is generated from
 the JSON schema (Prefect's "Custom run") groups fields, each group a line that opens on demand. What the form sends back,
-`{"optimizer_details": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
+`{"optimizer": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -24,6 +28,17 @@ UNMERGED = "model -model.merged_dtype -model.merged_system_prompt"
 """The model without the settings of its merge: to merge in another precision is no reason to train or evaluate again."""
 Paths = dict[str, "Paths"]
 """Names of fields, each with those below it; none below: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Marks a field that a form folds away, in the group of this name."""
+
+    group: str
+
+
+T = TypeVar("T")
+Details = Annotated[T, Folded("details")]
 
 
 class Section(BaseModel):
@@ -42,8 +57,26 @@ class Section(BaseModel):
         model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
     )
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    GROUPS: ClassVar[dict[str, list[str]]] = {}
     """Fields that a form folds away, by the name of their group."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.GROUPS = {}
+        for name, field in cls.model_fields.items():
+            for mark in field.metadata:
+                if isinstance(mark, Folded):
+                    cls.GROUPS.setdefault(mark.group, []).append(name)
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with settings that are each valid alone, with the fix. The first fault is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -100,8 +133,8 @@ def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, An
     group_of = {name: group for group, members in section.GROUPS.items() for name in members}
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        inner = _sections_in(section.model_fields[name].annotation) if name in section.model_fields else []
-        shaped = _shape(value, inner[0]) if inner else value
+        inner = section_in(section.model_fields[name].annotation)[0] if name in section.model_fields else None
+        shaped = value if inner is None else _shape(value, inner)
         target = values.setdefault(group_of[name], {}) if name in group_of else values
         target[name] = shaped
     return values
@@ -123,10 +156,22 @@ def _shape(value: Any, section: type[Section]) -> Any:
     return {name: _shape(item, section) for name, item in value.items()}
 
 
-def _sections_in(annotation: Any) -> list[type[Section]]:
+def section_in(annotation: Any, marker: str = "") -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and how a place names one of several: [] in a list, .NAME in a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [found for argument in getattr(annotation, "__args__", ()) for found in _sections_in(argument)]
+        return annotation, marker
+    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
+    found = (section_in(argument, marker) for argument in get_args(annotation))
+    return next((one for one in found if one[0] is not None), (None, marker))
+
+
+def fields_below(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field and section below a section with its dotted place, for example stages[].learning_rate."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        inner, marker = section_in(field.annotation)
+        if inner is not None:
+            yield from fields_below(inner, f"{prefix}{name}{marker}.")
 
 
 def _words(name: str) -> str:

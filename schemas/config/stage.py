@@ -1,16 +1,24 @@
 """Section `stages[]` (the settings of one stage, under TRL's names where TRL has them)."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.guards import GuardsConfig
 from schemas.config.learning.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
 from schemas.metrics import LEARNING_RATE, REWARD, TRAINING, member
+
+WhatItTrainsOn = Annotated[T, Folded("what_it_trains_on")]
+Batches = Annotated[T, Folded("batches")]
+Optimizer = Annotated[T, Folded("optimizer")]
+LossDetails = Annotated[T, Folded("loss_details")]
+Mismatch = Annotated[T, Folded("sampler_mismatch")]
+EngineChoice = Annotated[T, Folded("engine_choice")]
+LogsAndCheckpoints = Annotated[T, Folded("logs_and_checkpoints")]
 
 Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 """A lower and an upper bound, both inclusive."""
@@ -32,240 +40,170 @@ class EarlyStopConfig(Section):
 class StageConfig(Section):
     """One stage: GRPO (arXiv:2402.03300), demonstrations, or the best of the policy's own completions."""
 
-    GROUPS: ClassVar = {
-        "what_it_trains_on": (
-            "kind",
-            "demonstrations",
-            "keep_completions",
-            "keep_reward",
-            "keep_pass_rate",
-            "measure_difficulty",
-            "min_pass_at_group",
-        ),
-        "batches": (
-            "num_train_epochs",
-            "gradient_accumulation_steps",
-            "max_tokens_per_microbatch",
-            "max_refills",
-            "steps_per_generation",
-            "num_iterations",
-        ),
-        "optimizer": (
-            "lr_scheduler_type",
-            "warmup_ratio",
-            "warmup_steps",
-            "optim",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_epsilon",
-            "weight_decay",
-            "max_grad_norm",
-        ),
-        "loss_details": (
-            "scale_rewards",
-            "baseline",
-            "multi_objective_aggregation",
-            "kl_every_steps",
-            "reference",
-            "epsilon",
-            "epsilon_high",
-            "delta",
-            "sapo_temperature_pos",
-            "sapo_temperature_neg",
-            "use_bias_correction_kl",
-            "importance_sampling_level",
-            "mask_truncated_completions",
-            "skip_dead_groups",
-            "top_entropy_quantile",
-            "entropy_coef",
-        ),
-        "sampler_mismatch": (
-            "importance_sampling_correction",
-            "importance_sampling_clip_max",
-            "importance_sampling_clip_min",
-            "off_policy_mask_threshold",
-            "max_sampling_logp_difference",
-        ),
-        "engine_choice": (
-            "engine",
-            "trl",
-        ),
-        "logs_and_checkpoints": (
-            "eval_steps",
-            "num_eval_prompts",
-            "load_best_model_at_end",
-            "early_stopping_patience",
-            "logging_steps",
-            "save_steps",
-            "save_total_limit",
-            "log_completions_steps",
-            "early_stop",
-            "guards",
-        ),
-    }
-
     name: Name
     """Name of the stage and of its child run in MLflow."""
-    kind: Kind = "grpo"
+    kind: WhatItTrainsOn[Kind] = "grpo"
     """What the stage trains on. grpo: completions of the policy, weighted by their advantages. sft: demonstrations, by cross
     entropy on the assistant's tokens. rejection: the best completions of the policy, by the same cross entropy; a cheap baseline
     for GRPO."""
     rewards: list[Name] = Field(default_factory=list)
     """Names of the reward functions of this stage. A stage of kind sft needs them for held-out evaluations only (eval_steps)."""
-    demonstrations: DemonstrationsConfig | None = None
+    demonstrations: WhatItTrainsOn[DemonstrationsConfig | None] = None
     """kind sft: where the demonstrations come from."""
-    keep_completions: int | None = Field(1, ge=1, le=MOST_COMPLETIONS)
+    keep_completions: WhatItTrainsOn[int | None] = Field(1, ge=1, le=MOST_COMPLETIONS)
     """kind rejection: completions of each prompt that are trained on, those with the highest rewards. Of equal completions one
     counts. Empty: all that reach keep_reward."""
-    keep_reward: Fraction | None = None
+    keep_reward: WhatItTrainsOn[Fraction | None] = None
     """kind rejection: share of the full reward that a completion needs to be trained on. Empty: no limit."""
-    engine: Literal["native", "trl"] = "native"
-    """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
-    trl: FreeSettings = Field(default_factory=dict, title="TRL options")
-    """Further options of TRL's GRPOConfig, for engine trl only. They override the settings here."""
-    keep_pass_rate: Band | None = None
+    keep_pass_rate: WhatItTrainsOn[Band | None] = None
     """Lowest and highest pass rate of the prompts that the stage trains on, for example [0.1, 0.9]. Others teach little: nearly
     all of their completions fail, or succeed. They are listed in left_out.parquet. Empty: all prompts are kept."""
-    measure_difficulty: bool = False
+    measure_difficulty: WhatItTrainsOn[bool] = False
     """Measure the pass rates again, with the model that this stage starts from. Off: the stage uses those of the first stage's
     start, or of difficulty.pass_rate_column."""
-    min_pass_at_group: Fraction | None = None
+    min_pass_at_group: WhatItTrainsOn[Fraction | None] = None
     """Smallest pass@G that the policy which the stage starts from must reach on the training prompts: the share of prompts that
     at least one of num_generations completions solves. Below it the run stops before the stage. Empty: no such gate."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates. Empty: given by num_train_epochs."""
-    num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
+    num_train_epochs: Batches[float] = Field(1.0, gt=0.0, le=1_000_000.0)
     """Passes over the training prompts. max_steps, if given, overrides it."""
     num_generations: int = Field(8, ge=2, le=MOST_COMPLETIONS)
     """Completions per prompt: the group size G."""
     per_device_train_batch_size: int = Field(8, ge=1, le=MOST_COMPLETIONS)
     """Completions, or demonstrations, per forward and backward pass."""
-    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
+    gradient_accumulation_steps: Batches[int] = Field(1, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per update. An update has per_device_train_batch_size times this many completions."""
-    max_tokens_per_microbatch: Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None = None
+    max_tokens_per_microbatch: Batches[Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None] = None
     """Tokens per forward and backward pass: completions, and each different prompt once. The completions of an update are divided
     into passes of at most this size, which replaces per_device_train_batch_size as the size of a pass. The update is the same.
     auto: as many as fit into the memory of the GPU (`grpo plan` shows them); on a CPU per_device_train_batch_size decides."""
-    max_refills: int = Field(0, ge=0, le=MOST_TIMES)
+    max_refills: Batches[int] = Field(0, ge=0, le=MOST_TIMES)
     """How often dead groups are replaced by groups of other prompts before an update (dynamic sampling, arXiv:2503.14476)."""
-    steps_per_generation: int | None = Field(None, ge=1, le=MOST_COMPLETIONS)
+    steps_per_generation: Batches[int | None] = Field(None, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per rollout; a multiple of gradient_accumulation_steps. Empty: equal to it."""
-    num_iterations: int = Field(1, ge=1, le=MOST_TIMES)
+    num_iterations: Batches[int] = Field(1, ge=1, le=MOST_TIMES)
     """How often each rollout is trained on. Above 1 the probability ratio is clipped."""
     learning_rate: float = Field(1e-6, gt=0.0, le=10.0)
     """Peak learning rate. Default of kind sft and rejection: 2e-5."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: Optimizer[Literal["linear", "cosine", "constant", "constant_with_warmup"]] = "linear"
     """Shape of the learning rate after the warm-up."""
-    warmup_ratio: Fraction = 0.0
+    warmup_ratio: Optimizer[Fraction] = 0.0
     """Share of the updates over which the learning rate rises from 0. warmup_steps, if above 0, overrides it."""
-    warmup_steps: int = Field(0, ge=0, le=MOST_UPDATES)
+    warmup_steps: Optimizer[int] = Field(0, ge=0, le=MOST_UPDATES)
     """Number of updates over which the learning rate rises from 0."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
+    optim: Optimizer[Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"]] = "adamw_torch"
     """Optimizer. The 8-bit ones need bitsandbytes."""
-    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta1: Optimizer[float] = Field(0.9, ge=0.0, lt=1.0)
     """Decay rate of the first moment."""
-    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    adam_beta2: Optimizer[float] = Field(0.999, ge=0.0, lt=1.0)
     """Decay rate of the second moment."""
-    adam_epsilon: float = Field(1e-8, gt=0.0)
+    adam_epsilon: Optimizer[float] = Field(1e-8, gt=0.0)
     """Term that keeps the optimizer from dividing by zero."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: Optimizer[float] = Field(0.0, ge=0.0)
     """Decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, ge=0.0)
+    max_grad_norm: Optimizer[float] = Field(1.0, ge=0.0)
     """Largest gradient norm. A larger gradient is scaled down to it. 0 disables clipping."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
     """Loss. The first four clip the ratio and differ in how they average. grpo: per sequence, then over sequences. bnpo: over
     the tokens of a microbatch. dapo: over the tokens of the whole update. dr_grpo: over completions times max_completion_length
     (no length bias). cispo caps the ratio as a weight and keeps every token's gradient (average of dapo). sapo damps the ratio
     smoothly (average of grpo)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: LossDetails[Literal["group", "batch", "none"]] = "group"
     """Divisor of the reward minus its baseline: the standard deviation of the group or of the rollout, or none."""
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    baseline: LossDetails[Literal["group_mean", "leave_one_out"]] = "group_mean"
     """Baseline of a reward: the mean of its group, or the mean of the other completions of its group (RLOO, arXiv:2402.14740)."""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    multi_objective_aggregation: LossDetails[Literal["sum_then_normalize", "normalize_then_sum"]] = "sum_then_normalize"
     """How several reward functions become one advantage. sum_then_normalize: weighted sum, then scaled by scale_rewards.
     normalize_then_sum: each scaled by its own standard deviation within the group, then the weighted sum is scaled by the
     standard deviation of the rollout (GDPO)."""
     beta: float = Field(0.0, ge=0.0)
     """Weight of the KL term in the loss. At 0 the loss needs no reference policy."""
-    kl_every_steps: int = Field(10, ge=0, le=10_000_000)
+    kl_every_steps: LossDetails[int] = Field(10, ge=0, le=10_000_000)
     """Updates between two measurements of the KL when beta is 0, for the metric kl and its guard. Each costs a forward pass
     without gradients. 0: never. When beta is above 0, every update measures it. Full fine-tuning with beta 0 has no reference
     and never measures it."""
-    reference: Literal["base", "stage_start"] = "base"
+    reference: LossDetails[Literal["base", "stage_start"]] = "base"
     """Reference policy of the KL: the base model, or the policy that this stage starts from."""
-    epsilon: float = Field(0.2, gt=0.0)
+    epsilon: LossDetails[float] = Field(0.2, gt=0.0)
     """Clip range of the probability ratio below 1."""
-    epsilon_high: float | None = Field(None, gt=0.0)
+    epsilon_high: LossDetails[float | None] = Field(None, gt=0.0)
     """Clip range of the ratio above 1. Empty: equal to epsilon. cispo requires it, as the cap of the ratio itself; a common
     choice is 5."""
-    delta: float | None = Field(None, gt=0.0)
+    delta: LossDetails[float | None] = Field(None, gt=0.0)
     """Upper bound of the ratio for negative advantages (two-sided clip). It must be above 1 + epsilon. Empty: none."""
-    sapo_temperature_pos: float = Field(1.0, gt=0.0)
+    sapo_temperature_pos: LossDetails[float] = Field(1.0, gt=0.0)
     """sapo: temperature of the damping for positive advantages (arXiv:2511.20347). Higher damps more sharply."""
-    sapo_temperature_neg: float = Field(1.05, gt=0.0)
+    sapo_temperature_neg: LossDetails[float] = Field(1.05, gt=0.0)
     """sapo: temperature for negative advantages. Slightly above the positive one keeps training stable."""
-    use_bias_correction_kl: bool = False
+    use_bias_correction_kl: LossDetails[bool] = False
     """Multiply the KL estimate by the ratio, so that it stays unbiased after the policy has changed since the rollout."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: LossDetails[Literal["token", "sequence"]] = "token"
     """One ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
-    mask_truncated_completions: bool = False
+    mask_truncated_completions: LossDetails[bool] = False
     """Exclude completions that were cut off at the length limit from the loss."""
-    skip_dead_groups: bool = True
+    skip_dead_groups: LossDetails[bool] = True
     """Skip groups whose completions all earn the same: their policy gradient is zero. Off: compute them, so that they keep
     their KL term."""
-    top_entropy_quantile: Fraction = 1.0
+    top_entropy_quantile: LossDetails[Fraction] = 1.0
     """Share of an update's tokens whose policy term counts: those of the highest entropy (arXiv:2506.01939; a common choice is
     0.2). Below 1 each update needs one more forward pass for the entropies."""
-    entropy_coef: float = Field(0.0, ge=0.0)
+    entropy_coef: LossDetails[float] = Field(0.0, ge=0.0)
     """Weight of the entropy bonus, the mean entropy per token. Above 0, dead groups are computed too."""
-    importance_sampling_correction: Literal[
-        "auto",
-        "none",
-        "token_truncate",
-        "token_mask",
-        "sequence_truncate",
-        "sequence_mask",
-        "geometric_truncate",
-        "geometric_mask",
+    importance_sampling_correction: Mismatch[
+        Literal[
+            "auto",
+            "none",
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric_truncate",
+            "geometric_mask",
+        ]
     ] = "auto"
     """Correction for a sampler whose probabilities differ from the trainer's, as those of a rollout server do. The policy term is
     multiplied by the ratio of the two: of each token, of the sequence (the product over its tokens), or of its geometric mean,
     which does not depend on the length. Ratios outside the bounds are truncated, or masked to 0. auto: token_truncate with
     rollout.engine vllm, none with the local engine. Like TRL we correct by default; unlike it per token, as verl recommends: the
     product over a long completion is far from 1 even where every token nearly agrees."""
-    importance_sampling_clip_max: float | None = Field(3.0, gt=0.0)
+    importance_sampling_clip_max: Mismatch[float | None] = Field(3.0, gt=0.0)
     """Upper bound of that ratio. Empty: none."""
-    importance_sampling_clip_min: float | None = Field(None, gt=0.0)
+    importance_sampling_clip_min: Mismatch[float | None] = Field(None, gt=0.0)
     """Lower bound of that ratio. Empty: none."""
-    off_policy_mask_threshold: float | None = Field(None, gt=0.0)
+    off_policy_mask_threshold: Mismatch[float | None] = Field(None, gt=0.0)
     """Leave out the policy term of completions with a negative advantage that have become improbable since they were sampled:
     those whose mean log-probability has fallen by more than this many nats per token (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
     For rollout.max_staleness above 0 and for several updates a rollout; a common choice is 0.5. Empty: none."""
-    max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
+    max_sampling_logp_difference: Mismatch[float | None] = Field(0.5, gt=0.0)
     """Largest mean difference in nats between the log-probabilities of sampler and trainer. Above it the stage stops, because the
     completions come from another model. Empty: no limit."""
-    logging_steps: int = Field(10, ge=1, le=MOST_UPDATES)
-    """Updates between two lines of the progress log. The journal and MLflow record every update."""
-    save_steps: int = Field(50, ge=1, le=MOST_UPDATES)
-    """Updates between two checkpoints. The last update always has one."""
-    save_total_limit: int = Field(2, ge=1, le=MOST_COMPLETIONS)
-    """Number of checkpoints to keep."""
-    log_completions_steps: int = Field(20, ge=1, le=MOST_UPDATES)
-    """Updates between two recorded tables of completions."""
-    eval_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
+    engine: EngineChoice[Literal["native", "trl"]] = "native"
+    """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
+    trl: EngineChoice[FreeSettings] = Field(default_factory=dict, title="TRL options")
+    """Further options of TRL's GRPOConfig, for engine trl only. They override the settings here."""
+    eval_steps: LogsAndCheckpoints[int | None] = Field(None, ge=1, le=MOST_UPDATES)
     """Updates between two held-out evaluations: one completion per held-out prompt, scored by the stage's rewards
     (eval_reward). The last update has one too. Empty: none."""
-    num_eval_prompts: int = Field(64, ge=1, le=MOST_ROWS)
+    num_eval_prompts: LogsAndCheckpoints[int] = Field(64, ge=1, le=MOST_ROWS)
     """Held-out prompts of these evaluations. They are taken from the opposite end of the held-out rows than those of section
     evaluation."""
-    load_best_model_at_end: bool = True
+    load_best_model_at_end: LogsAndCheckpoints[bool] = True
     """With eval_steps: the result of the stage is the policy with the highest eval_reward, not the last one. A stage that ends
     at its early_stop target keeps the last one."""
-    early_stopping_patience: int | None = Field(None, ge=1, le=MOST_UPDATES)
+    early_stopping_patience: LogsAndCheckpoints[int | None] = Field(None, ge=1, le=MOST_UPDATES)
     """End the stage after this many held-out evaluations without a higher eval_reward. Empty: never."""
-    early_stop: EarlyStopConfig | None = None
+    logging_steps: LogsAndCheckpoints[int] = Field(10, ge=1, le=MOST_UPDATES)
+    """Updates between two lines of the progress log. The journal and MLflow record every update."""
+    save_steps: LogsAndCheckpoints[int] = Field(50, ge=1, le=MOST_UPDATES)
+    """Updates between two checkpoints. The last update always has one."""
+    save_total_limit: LogsAndCheckpoints[int] = Field(2, ge=1, le=MOST_COMPLETIONS)
+    """Number of checkpoints to keep."""
+    log_completions_steps: LogsAndCheckpoints[int] = Field(20, ge=1, le=MOST_UPDATES)
+    """Updates between two recorded tables of completions."""
+    early_stop: LogsAndCheckpoints[EarlyStopConfig | None] = None
     """Target at which the stage ends early. Empty: train all updates."""
-    guards: GuardsConfig = Field(default_factory=GuardsConfig)
+    guards: LogsAndCheckpoints[GuardsConfig] = Field(default_factory=GuardsConfig)
     """What happens when the metrics go wrong."""
 
     @model_validator(mode="before")
@@ -276,95 +214,73 @@ class StageConfig(Section):
             return {**given, LEARNING_RATE: SUPERVISED_LEARNING_RATE}
         return given
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _faults(self) -> Iterator[str]:
+        yield from self._faults_of_kind()
+        yield from self._faults_of_batches()
+        yield from self._faults_of_loss()
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            yield "early_stopping_patience counts held-out evaluations, and there are none; fix: eval_steps: 20"
+        if self.early_stop is not None:
+            yield from self._faults_of_metric(self.early_stop.metric)
+        if self.trl and self.engine != "trl":
+            yield "options under trl need engine trl; fix: engine: trl, or leave them out"
+        if self.engine == "trl" and self.eval_steps is not None:
+            yield "engine trl does not evaluate held-out prompts; fix: leave eval_steps out, or engine: native"
+        if self.engine == "trl" and self.guards.rolls_back:
+            yield "engine trl cannot roll back; fix: warn or stop under guards, or engine: native"
+        if twice := sorted({name for name in self.rewards if self.rewards.count(name) > 1}):
+            yield f"reward {twice[0]} is listed twice; fix: list it once and raise its weight"
+
+    def _faults_of_kind(self) -> Iterator[str]:
         for name in FOREIGN[self.kind]:
             # Not what was set: a stage that was written to a file names all of its fields.
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
-                )
+                yield f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
         if self.kind == "sft" and self.demonstrations is None:
-            raise ValueError("kind sft needs demonstrations; fix: demonstrations: {column: solution}")
+            yield "kind sft needs demonstrations; fix: demonstrations: {column: solution}"
         if self.kind != "sft" and not self.rewards:
-            raise ValueError("rewards are missing; fix: rewards: [format, correctness]")
+            yield "rewards are missing; fix: rewards: [format, correctness]"
         if self.kind == "sft" and self.eval_steps is not None and not self.rewards:
-            raise ValueError("eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]")
+            yield "eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]"
         if self.kind == "sft" and self.max_tokens_per_microbatch == "auto":
-            raise ValueError("kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out")
+            yield "kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out"
         if self.keep_completions is None and self.keep_reward is None:
-            raise ValueError("keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8")
-        return self
+            yield "keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8"
 
-    @model_validator(mode="after")
-    def _check_batches(self) -> Self:
+    def _faults_of_batches(self) -> Iterator[str]:
         completions = self.completions_per_update
         if completions % self.group_size:
-            raise ValueError(
+            yield (
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
                 f"num_generations {self.num_generations}; fix: {_nearest_batch(self)}"
             )
         if completions > MOST_COMPLETIONS:
-            raise ValueError(f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}")
+            yield f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}"
         if self.steps_per_generation and self.steps_per_generation % self.gradient_accumulation_steps:
-            raise ValueError(
+            yield (
                 f"steps_per_generation {self.steps_per_generation} is not a multiple of gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps}; fix: leave it out or make it a multiple"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_band(self) -> Self:
         if self.keep_pass_rate is not None and self.keep_pass_rate[0] > self.keep_pass_rate[1]:
             low, high = self.keep_pass_rate
-            raise ValueError(f"keep_pass_rate [{low:g}, {high:g}] is empty; fix: keep_pass_rate: [{high:g}, {low:g}]")
-        return self
+            yield f"keep_pass_rate [{low:g}, {high:g}] is empty; fix: keep_pass_rate: [{high:g}, {low:g}]"
 
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
+    def _faults_of_loss(self) -> Iterator[str]:
         if self.delta is not None and self.delta <= 1 + self.epsilon:
-            raise ValueError(
-                f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: delta: 4 is a common choice"
-            )
+            yield f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: delta: 4 is a common choice"
         if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("cispo caps the ratio at epsilon_high, which is missing; fix: epsilon_high: 5")
+            yield "cispo caps the ratio at epsilon_high, which is missing; fix: epsilon_high: 5"
         if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
-            raise ValueError("cispo weights tokens, not sequences; fix: importance_sampling_level: token")
-        return self
+            yield "cispo weights tokens, not sequences; fix: importance_sampling_level: token"
 
-    @model_validator(mode="after")
-    def _check_held_out(self) -> Self:
-        if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ValueError("early_stopping_patience counts held-out evaluations, and there are none; fix: eval_steps: 20")
-        if self.early_stop is not None:
-            self._check_metric(self.early_stop.metric)
-        return self
-
-    @model_validator(mode="after")
-    def _check_trl(self) -> Self:
-        if self.trl and self.engine != "trl":
-            raise ValueError("options under trl need engine trl; fix: engine: trl, or leave them out")
-        if self.engine == "trl" and self.eval_steps is not None:
-            raise ValueError("engine trl does not evaluate held-out prompts; fix: leave eval_steps out, or engine: native")
-        if self.engine == "trl" and self.guards.rolls_back:
-            raise ValueError("engine trl cannot roll back; fix: warn or stop under guards, or engine: native")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> Self:
-        twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
-        if twice:
-            raise ValueError(f"reward {twice[0]} is listed twice; fix: list it once and raise its weight")
-        return self
-
-    def _check_metric(self, metric: str) -> None:
+    def _faults_of_metric(self, metric: str) -> Iterator[str]:
         known = [member(family.name, reward) for family in TRAINING for reward in (self.rewards if "*" in family.name else [""])]
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"early_stop.metric: {metric[:80]} is not a metric of this stage; did you mean {near}?")
+            yield f"early_stop.metric: {metric[:80]} is not a metric of this stage; did you mean {near}?"
         if metric.startswith("eval_") and self.eval_steps is None:
-            raise ValueError(f"early_stop.metric: {metric} needs held-out evaluations; fix: eval_steps: 20")
+            yield f"early_stop.metric: {metric} needs held-out evaluations; fix: eval_steps: 20"
 
     @property
     def completions_per_update(self) -> int:

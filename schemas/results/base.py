@@ -43,7 +43,7 @@ class Result(BaseModel):
     def parse(cls, content: bytes, *, place: Path) -> Self:
         """`load` from the bytes of a file that was read already."""
         result = cls.model_validate_json(content)
-        for found in _step_results(result):
+        for found in step_results(result):
             if found.seal and found.seal != found._digest():
                 raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(place))
         return result
@@ -67,9 +67,7 @@ class StepResult(Result):
     key: str
     """Content key of the step: a hash of its inputs and of the code it reaches."""
     directory: Path
-    """Folder with the step's files."""
     seconds: float
-    """Duration of the step in seconds."""
     manifest: tuple[OutputFile, ...] = ()
     """All output files. Empty until the step ends."""
     seal: str = ""
@@ -121,15 +119,15 @@ class StepResult(Result):
         return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
 
 
-def _step_results(value: object) -> Iterator[StepResult]:
+def step_results(value: object) -> Iterator[StepResult]:
     """Every result of a step in a value, at any depth, itself included."""
     if isinstance(value, StepResult):
         yield value
     if isinstance(value, BaseModel):
-        value = [getattr(value, name) for name in type(value).model_fields]
+        value = list(value.__dict__.values())
     elif isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
         return
     for item in value:
-        yield from _step_results(item)
+        yield from step_results(item)

@@ -13,15 +13,12 @@ class SourceFile(Result):
     """One source of rows."""
 
     path: str
-    """As written in the config."""
     split: Literal["train", "eval"]
     rows: int
     sha256: str
     """Hash of the bytes of the file, or of the rows of a hub data set."""
     encoding: str = ""
-    """Encoding of a text file, found or configured."""
     delimiter: str = ""
-    """Character between the cells of a CSV file."""
     unit: Literal["line", "row", "record"] = "line"
     """What the numbers of its rows count: lines of a text file, rows of a table, records of a JSON array."""
     columns: list[str] = Field(default_factory=list)
@@ -79,13 +76,10 @@ class DataReport(StepResult):
     OUTPUTS: ClassVar[tuple[str, ...]] = ("train.parquet", "eval.parquet")
 
     rows: int
-    """Number of rows read."""
     quarantined: int
-    """Number of rejected rows."""
     duplicates: int = 0
     """Number of rows that were left out because they repeat an earlier one (data.duplicates: drop)."""
     format: PromptFormat = "conversational"
-    """Form of the prompts, found or configured."""
     tasks: list[TaskRows] = Field(default_factory=list)
     """Accepted rows of each task; empty when the data has a single task."""
     train_rows: int
@@ -95,7 +89,6 @@ class DataReport(StepResult):
     digest: str
     """SHA-256 of the accepted rows of both splits, in order. It identifies the data of a model."""
     sources: list[SourceFile]
-    """The sources of the rows."""
 
     def headline(self) -> str:
         """How many rows were read, and what became of them."""
@@ -122,4 +115,3 @@ class GuardData(DataReport):
     """Result of validating the prompts of a guard of the promotion. They are no data of the model: nothing is trained on them."""
 
     label: str
-    """Name of the guard."""

@@ -16,10 +16,8 @@ class LabCheck(Result):
     outcome: Literal["passed", "ignored", "warned", "failed"]
     """ignored: it found something, and lab.ignore_checks names it."""
     detail: str = ""
-    """The finding, with its numbers."""
     prompt_id: str = ""
     place: str = ""
-    """File and line of the row."""
     probe: str = ""
     """Kind of completion: perfect, empty, tag_stuffed ..."""
     completion: str = ""

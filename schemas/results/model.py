@@ -28,7 +28,6 @@ class KeptPrompts(Result):
     """The prompts that a stage trains on, by their pass rates. The others are in left_out.parquet of the stage."""
 
     prompts: int
-    """Prompts before the choice."""
     kept: int
     low: float
     high: float
@@ -39,7 +38,6 @@ class KeptPrompts(Result):
     above: int
     """Prompts left out whose pass rate is above `high` and below 1."""
     always_solved: int
-    """Prompts left out because every completion was solved."""
     unknown: int
     """Prompts without a pass rate, which are kept."""
 
@@ -69,16 +67,13 @@ class StageResult(StepResult):
 
     stage: str
     model: ModelRef
-    """The model after this stage."""
     sha256: str
     """Hash of the trained weights: adapter_model.safetensors, or the model's own file after full fine-tuning."""
     steps: int
     stopped: Literal["max_steps", "target", "plateau"]
-    """Why the stage ended."""
     best_step: int | None = None
     """The update that the weights come from, if it is not the last one."""
     resumed: int = 0
-    """How often the stage resumed from a checkpoint."""
     metrics: dict[str, float]
     """Means over the last updates, at most ten."""
     kept: KeptPrompts | None = None
@@ -176,9 +171,7 @@ class MergeFigures(Result):
     sha256: str
     """Hash of all files of the model folder, names and contents."""
     dtype: MergedDtype
-    """Precision of the saved weights."""
     prompts: int
-    """Number of held-out prompts in the comparison."""
     kept: float
     """Share of what the policy changed that the saved model kept: 1 - sqrt(merged_kl / base_kl); 1 where it changed nothing."""
     kept_weights: float
@@ -202,7 +195,6 @@ class MergeFigures(Result):
     base_greedy_agreement: float
     """The same of the base, for comparison."""
     size_bytes: int
-    """Size of the model folder."""
     refused: list[RefusedPrecision] = Field(default_factory=list)
     """Shorter precisions that model.merged_dtype: auto tried before."""
     answers: list[GreedyAnswer] = Field(default_factory=list)

@@ -23,9 +23,7 @@ class Lineage(Result):
     run_id: str
     experiment: str
     model_sha256: str
-    """Hash of all files of the merged model."""
     adapter_sha256: str
-    """Hash of the weights of the last stage."""
     data_digest: str
     config_sha256: str
     """Hash of the config (without tracking and resources) and of the data, models and reward files it names."""
@@ -80,18 +78,14 @@ class Publication(StepResult):
     """The published version, and why the alias `champion` moved or did not."""
 
     run_id: str
-    """MLflow parent run."""
     model_name: str
     model_version: str
     champion: bool
-    """Whether this version has the alias `champion`."""
     tests: list[PairedTest]
     regressions: list[Regression] = Field(default_factory=list)
     """Against the champion, or against the base if there was no champion."""
     guards: list[GuardCheck] = Field(default_factory=list)
-    """The guards of the promotion, passed or not."""
     reason: str
-    """The decision in one sentence."""
     awaits_approval: bool = False
     """Whether the version passed every test, and a person has to agree (promotion.approval)."""
     obstacle: str = ""
@@ -151,7 +145,6 @@ class Trained(Result):
     evaluations: list[EvalReport]
     """Base, stages, merged model. The one before the last is of the policy as it was trained."""
     guards: list[GuardData]
-    """Prompts of the guards of the promotion."""
     lab: LabReport | None = None
     """None where an adapter from elsewhere was merged, which was not trained here."""
     difficulty: DifficultyReport | None = None
@@ -170,9 +163,7 @@ class PipelineResult(Result):
 
     publication: Publication
     evaluations: list[EvalReport]
-    """Base, each stage, merged model."""
     report: Path
-    """The report's HTML file."""
 
     def headline(self) -> str:
         """The decision with the figure that it was made by, of the rival and of the new model, and with what stood in its way."""
@@ -198,7 +189,6 @@ class RetrainResult(Result):
     trained: bool
     """False if a version already exists for the same data, code and config."""
     reason: str
-    """The decision in one sentence."""
     publication: Publication | None = None
     summary: str = ""
     """The headline of the pipeline, if it ran."""

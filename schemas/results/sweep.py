@@ -49,14 +49,11 @@ class VariantSpec(Result):
     label: str
     """The values that are its own, such as `learning_rate 1e-5, seed 42`."""
     key: str
-    """Content key of the run."""
     config: RunConfig
     copies: Path | None = None
     """The user's own modules, as they were when the sweep started."""
     sweep: str
-    """Content key of the sweep."""
     parent_run_id: str
-    """The sweep in MLflow."""
     pruning: Pruning
     prefect_api: str | None
     """Address of the Prefect server of the sweep."""
@@ -68,14 +65,11 @@ class VariantEnd(Result):
     key: str
     state: Literal["finished", "pruned", "failed"]
     reason: str = ""
-    """Why it did not finish."""
     metric: str = ""
     """The figure that decides about promotion."""
     figures: dict[str, Interval] = Field(default_factory=dict)
-    """Held-out evaluation of the merged model."""
     seconds: float
     run_id: str = ""
-    """The run in MLflow."""
     tracking_uri: str = ""
     flow_run_id: str = ""
 
@@ -103,7 +97,6 @@ class SweepResult(Result):
 
     lines: list[SweepLine]
     run_id: str
-    """The sweep in MLflow."""
     experiment_id: str
     tracking_uri: str
     computed: int = 0

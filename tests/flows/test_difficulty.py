@@ -4,7 +4,6 @@ import json
 
 import polars as pl
 import pytest
-from rich.console import Console
 
 from flows import one_step
 from flows.cli.show import describe_difficulty, show_plan
@@ -144,11 +143,11 @@ def test_the_command_refuses_a_config_that_measures_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_names_the_measurement_and_the_band():
-    console = Console(width=200, record=True)
+def test_the_plan_names_the_measurement_and_the_band(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     config = load_config("demo", ["difficulty.samples=8", "stages.1.keep_pass_rate=[0.1,0.9]"])
-    show_plan(console, config)
-    text = console.export_text()
+    show_plan(config)
+    text = capsys.readouterr().out
     assert "measure_difficulty" in text
     assert "8 completions of every training prompt" in text
     assert "pass rates 0.1 to 0.9" in text

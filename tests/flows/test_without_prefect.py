@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.environment import _names_server, _point_to_the_end
@@ -175,19 +174,20 @@ def test_an_error_that_prefect_logs_points_to_the_message_at_the_end():
     assert ours.exc_info is not None, "a fault of this program keeps its traceback"
 
 
-def test_fields_have_their_brackets_and_whole_names_in_eighty_columns(capsys):
-    show_fields(Console(width=80))
+def test_fields_have_their_brackets_and_whole_names_in_eighty_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_fields()
     shown = capsys.readouterr().out
     for name, _ in config_fields(RunConfig):
         assert re.search(rf"^{re.escape(name)}( = |$)", shown, re.M), name
     assert "stages[].learning_rate = 1e-06" in shown
     assert max(len(line) for line in shown.splitlines() if line.startswith("    ")) <= 80
-    show_fields(Console(width=80), "learning_rate")
+    show_fields("learning_rate")
     few = capsys.readouterr().out
     assert "stages[].learning_rate" in few
     assert "model.path" not in few
     with pytest.raises(ConfigError, match="xyzzy"):
-        show_fields(Console(), "xyzzy")
+        show_fields("xyzzy")
 
 
 def test_run_without_a_config_or_with_an_unknown_one_suggests_those_of_the_folder(here):

@@ -4,7 +4,6 @@ import json
 
 import polars as pl
 import pytest
-from rich.console import Console
 
 from flows.cli.show import show_trace
 from grpo_tasks.operating.trace import trace_row
@@ -55,7 +54,8 @@ def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
     assert found.faults["rule"].to_list() == ["content_empty"]
 
 
-def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, capsys):
+def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     turns = [
         {"text": "6 * 7?", "reward": None, "answers": [{"role": "tool", "content": "42"}]},
         {"text": "It is 42.", "reward": 1.0, "answers": []},
@@ -73,7 +73,7 @@ def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, cap
     found = trace_row(run, PROMPT_ID)
     shown = "[turn 1] 6 * 7?\n[tool] 42\n[turn 2 (reward 1)] It is 42.\n[out of turns]"
     assert found.completions["format"]["completion"].to_list() == found.samples["base"]["completion"].to_list() == [shown]
-    show_trace(Console(width=200), found)
+    show_trace(found)
     printed = capsys.readouterr().out
     for line in shown.splitlines():
         assert printed.count(line) == 2
@@ -86,7 +86,7 @@ def test_a_row_of_a_json_array_is_a_record_and_is_found_under_both_names(run, na
     prompt = {"role": "user", "content": "1 + 1?"}
     row = {"prompt_id": "fedc", "source": "rows.json", "line": 4, "prompt_tokens": 9, "answer": "2", "prompt": [prompt]}
     pl.DataFrame([row]).write_parquet(run / "validate_data" / "all-key" / "train.parquet")
-    show_trace(Console(width=200), trace_row(run, name))
+    show_trace(trace_row(run, name))
     assert capsys.readouterr().out.startswith("rows.json, record 4, train\n")
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
-from rich.console import Console
 
 from flows.cli.show import show_comparison
 from grpo_tasks.reporting.compare import compare_runs, write_comparison
@@ -115,9 +114,10 @@ def test_without_ground_truth_the_prompts_with_the_largest_differences_in_reward
     assert "right" not in page.partition("Prompts on which the models disagree")[2].replace("bright", "")
 
 
-def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys):
+def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     scores = FIRST.samples.with_columns(reward=pl.lit(1.5))
-    show_comparison(Console(width=200), compare_runs(replace(FIRST, samples=scores), replace(SECOND, samples=scores)))
+    show_comparison(compare_runs(replace(FIRST, samples=scores), replace(SECOND, samples=scores)))
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
     assert "1.500" in lines["reward"]
     assert "%" not in lines["reward"]

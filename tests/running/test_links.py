@@ -48,9 +48,9 @@ def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server
     def progresses():
         known = {}
         for percent in (10.0, 20.0):
-            orchestrator.show_progress("progress-s", percent, f"{percent:g} done", known)
-            orchestrator.show_markdown("links-s", f"at {percent:g}", "s", known)
-        orchestrator.show_table("figures", [{"metric": "kl", "value": 0.5}], description="d")
+            orchestrator.show_artifact("progress-s", percent, f"{percent:g} done", known)
+            orchestrator.show_artifact("links-s", f"at {percent:g}", "s", known)
+        orchestrator.show_artifact("figures", [{"metric": "kl", "value": 0.5}], "d")
 
     progresses()
     found = shown(server, "progress")
@@ -67,10 +67,9 @@ def test_a_wait_is_the_state_of_the_run_and_of_the_run_that_a_person_started(ser
 
     @flow(flow_run_name="inner", persist_result=False)
     def inner():
-        wait = orchestrator.Wait()
-        wait.begin("waiting for card 0 of host, held by somebody")
+        orchestrator.show_waiting("waiting for card 0 of host, held by somebody")
         seen.append(states(server))
-        wait.over()
+        orchestrator.show_running()
         seen.append(states(server))
 
     @flow(flow_run_name="outer", persist_result=False)

@@ -46,7 +46,7 @@ def test_the_journal_is_shipped_every_flush_interval_and_at_the_end(followed):
 
 def test_prefect_shows_figures_and_the_time_left_every_ten_seconds_and_at_the_end(followed, monkeypatch):
     shown = []
-    monkeypatch.setattr(progress_module, "show_progress", lambda *given: shown.append(given[:3]))
+    monkeypatch.setattr(progress_module, "show_artifact", lambda *given: shown.append(given[:3]))
     followed(range(1, 8), max_steps=10)
     # The first update, and the end: ten seconds have not passed between.
     assert [(key, percent) for key, percent, _ in shown] == [("progress-only", 10.0), ("progress-only", 70.0)]

@@ -9,7 +9,7 @@ import yaml
 
 from schemas.config.load import check_config, check_recorded
 from schemas.errors import ConfigError
-from schemas.hints.search import GONE, NOTHING, OURS, all_fields, hint_for, places_of
+from schemas.hints import GONE, NOTHING, OURS, all_fields, hint_for, places_of
 
 TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [{"name": "only", "rewards": ["format"]}]}
 

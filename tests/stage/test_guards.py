@@ -1,6 +1,5 @@
 """Guards on journals written here. On stages that train: tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
 
-import io
 import math
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from rich.console import Console
 
 from flows.cli.inspection import show_fields
 from grpo_tasks.stage.guards import GUARDS, Guards, kl_guard_off
@@ -222,12 +220,12 @@ def test_a_form_shows_a_guard_as_a_choice_between_a_box_and_the_action_alone():
         assert alone["enum"] == ["off", "warn", "stop", "rollback"]
 
 
-def test_thresholds_are_parameters_and_fields_of_their_own():
+def test_thresholds_are_parameters_and_fields_of_their_own(capsys, monkeypatch):
     params = flatten(GuardsConfig(kl_blow_up={"action": "stop", "threshold": 0.3}))
     assert (params["kl_blow_up.action"], params["kl_blow_up.threshold"], params["truncation.threshold"]) == ("stop", "0.3", "0.5")
-    console = Console(file=io.StringIO(), width=200)
-    show_fields(console)
-    assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats per token", console.file.getvalue())
+    monkeypatch.setenv("COLUMNS", "200")
+    show_fields()
+    assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats per token", capsys.readouterr().out)
 
 
 ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}

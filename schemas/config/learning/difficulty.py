@@ -1,6 +1,6 @@
 """Section `difficulty`: how hard the training prompts are for the model, and what stages need of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
@@ -30,25 +30,24 @@ class DifficultyConfig(Section):
     min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
 
-
-def check_difficulty(difficulty: DifficultyConfig, stages: Sequence[StageConfig]) -> None:
-    """Raise ValueError where a stage needs pass rates that nothing measures."""
-    measured, given = difficulty.samples > 0, difficulty.pass_rate_column is not None
-    if difficulty.screen and difficulty.screen >= difficulty.samples:
-        raise ValueError(
-            f"difficulty.screen is {difficulty.screen}, and difficulty.samples is {difficulty.samples}: a "
-            "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
-        )
-    for index, stage in enumerate(stages):
-        if stage.measure_difficulty and not measured:
-            raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
-        if stage.min_pass_at_group is not None and not (stage.measure_difficulty or (index == 0 and measured and not given)):
-            raise ValueError(
-                f"stages.{index}.min_pass_at_group needs pass rates of the policy that the stage starts from; fix: "
-                f"difficulty.samples: {stage.num_generations}, and stages.{index}.measure_difficulty: true"
+    def faults_of(self, stages: Sequence[StageConfig]) -> Iterator[str]:
+        """Where a stage needs pass rates that nothing measures."""
+        measured, given = self.samples > 0, self.pass_rate_column is not None
+        if self.screen and self.screen >= self.samples:
+            yield (
+                f"difficulty.screen is {self.screen}, and difficulty.samples is {self.samples}: a "
+                "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
             )
-        if stage.keep_pass_rate is not None and not measured and not given:
-            raise ValueError(
-                f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
-                "that holds them with difficulty.pass_rate_column"
-            )
+        for index, stage in enumerate(stages):
+            if stage.measure_difficulty and not measured:
+                yield f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8"
+            if stage.min_pass_at_group is not None and not (stage.measure_difficulty or (index == 0 and measured and not given)):
+                yield (
+                    f"stages.{index}.min_pass_at_group needs pass rates of the policy that the stage starts from; fix: "
+                    f"difficulty.samples: {stage.num_generations}, and stages.{index}.measure_difficulty: true"
+                )
+            if stage.keep_pass_rate is not None and not measured and not given:
+                yield (
+                    f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
+                    "that holds them with difficulty.pass_rate_column"
+                )

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
@@ -53,13 +53,22 @@ class InteractionConfig(Section):
     """Folder with the modules of your tools or environment, relative to the working directory. Empty: as for
     rewards.module_dir."""
 
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.tools and self.environment:
-            raise ValueError("tools and environment are both given; fix: offer the tools from the environment, or remove one")
+            yield "tools and environment are both given; fix: offer the tools from the environment, or remove one"
         if self.settings and not self.environment:
-            raise ValueError("settings belong to an environment; fix: environment: module:Class, or leave settings out")
-        return self
+            yield "settings belong to an environment; fix: environment: module:Class, or leave settings out"
+
+    def faults_of(self, rollout: RolloutConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
+        """Where a run with tools or an environment could not play."""
+        for index, stage in enumerate(stages):
+            if self.active and stage.engine == "trl":
+                yield f"engine trl plays no conversations; fix: stages.{index}.engine: native"
+        if self.active and self.max_tokens < rollout.max_completion_length:
+            yield (
+                f"interaction.max_tokens {self.max_tokens} is less than one turn of rollout.max_completion_length "
+                f"{rollout.max_completion_length}; fix: interaction.max_tokens: {4 * rollout.max_completion_length}"
+            )
 
     @property
     def references(self) -> list[str]:
@@ -100,17 +109,3 @@ def references_in(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from references_in(item)
-
-
-def check_interaction(interaction: InteractionConfig, rollout: RolloutConfig, stages: Sequence[StageConfig]) -> None:
-    """Raise ValueError where a run with tools or an environment could not play."""
-    if not interaction.active:
-        return
-    for index, stage in enumerate(stages):
-        if stage.engine == "trl":
-            raise ValueError(f"engine trl plays no conversations; fix: stages.{index}.engine: native")
-    if interaction.max_tokens < rollout.max_completion_length:
-        raise ValueError(
-            f"interaction.max_tokens {interaction.max_tokens} is less than one turn of rollout.max_completion_length "
-            f"{rollout.max_completion_length}; fix: interaction.max_tokens: {4 * rollout.max_completion_length}"
-        )

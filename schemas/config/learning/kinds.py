@@ -5,58 +5,32 @@ sft         demonstrations from the data: cross entropy of their tokens
 rejection   completions of the policy, only the best ones: cross entropy of their tokens
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.config.section import Section
 from schemas.config.types import MOST_TOKENS, Address, Fraction
 
 Kind = Literal["grpo", "sft", "rejection"]
 
-_DEMONSTRATIONS = ("demonstrations",)
-_SELECTION = ("keep_completions", "keep_reward")
+_DEMONSTRATIONS, _SELECTION = "demonstrations", "keep_completions keep_reward"
 _POLICY_LOSS = (
-    "engine",
-    "trl",
-    "loss_type",
-    "scale_rewards",
-    "baseline",
-    "multi_objective_aggregation",
-    "beta",
-    "kl_every_steps",
-    "reference",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "use_bias_correction_kl",
-    "importance_sampling_level",
-    "skip_dead_groups",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "importance_sampling_correction",
-    "importance_sampling_clip_max",
-    "importance_sampling_clip_min",
-    "off_policy_mask_threshold",
-    "max_sampling_logp_difference",
-    "max_refills",
+    "engine trl loss_type scale_rewards baseline multi_objective_aggregation beta kl_every_steps reference epsilon "
+    "epsilon_high delta sapo_temperature_pos sapo_temperature_neg use_bias_correction_kl importance_sampling_level "
+    "skip_dead_groups top_entropy_quantile entropy_coef importance_sampling_correction importance_sampling_clip_max "
+    "importance_sampling_clip_min off_policy_mask_threshold max_sampling_logp_difference max_refills"
 )
 _SAMPLING = (
-    "keep_pass_rate",
-    "measure_difficulty",
-    "min_pass_at_group",
-    "num_generations",
-    "steps_per_generation",
-    "num_iterations",
-    "mask_truncated_completions",
+    "keep_pass_rate measure_difficulty min_pass_at_group num_generations steps_per_generation num_iterations "
+    "mask_truncated_completions"
 )
-FOREIGN: dict[Kind, tuple[str, ...]] = {
-    "grpo": (*_DEMONSTRATIONS, *_SELECTION),
-    "sft": (*_POLICY_LOSS, *_SAMPLING, *_SELECTION),
-    "rejection": (*_POLICY_LOSS, *_DEMONSTRATIONS),
+FOREIGN: dict[Kind, list[str]] = {
+    "grpo": f"{_DEMONSTRATIONS} {_SELECTION}".split(),
+    "sft": f"{_POLICY_LOSS} {_SAMPLING} {_SELECTION}".split(),
+    "rejection": f"{_POLICY_LOSS} {_DEMONSTRATIONS}".split(),
 }
 """Settings that a kind of stage has no use for."""
 SUPERVISED_LEARNING_RATE = 2e-5
@@ -86,13 +60,11 @@ class DemonstrationsConfig(Section):
     module_dir: Path | None = None
     """Folder with the module of your function, relative to the working directory. Empty: as for rewards.module_dir."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if (self.column is None) == (self.function is None):
-            raise ValueError("name either a column or a function, for example column: solution")
+            yield "name either a column or a function, for example column: solution"
         if self.function is not None and ":" not in self.function:
-            raise ValueError(f"{self.function[:80]} does not name a function; fix: function: package.module:function")
-        return self
+            yield f"{self.function[:80]} does not name a function; fix: function: package.module:function"
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the module of the function, after the installed packages."""
