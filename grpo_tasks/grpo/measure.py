@@ -6,8 +6,7 @@ GpuMeter         memory and energy
 """
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,11 +168,10 @@ class UpdateFigures:
     def _keep(self, found: Mapping[str, Tensor]) -> None:
         self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))
 
-    def _read(self) -> None:
-        """Add what `add` left on the device, microbatch by microbatch."""
-        if not self._unread:
-            return
-        numbers = iter(torch.cat([values for _, values in self._unread]).tolist())
+    def over(self, ranks: Ranks) -> "UpdateFigures":
+        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
+        # What `add` left on the device, microbatch by microbatch.
+        numbers = iter(torch.cat([values for _, values in self._unread]).tolist() if self._unread else ())
         for names, _ in self._unread:
             for name, value in zip(names, numbers, strict=False):
                 if name in LARGEST:
@@ -183,10 +181,6 @@ class UpdateFigures:
                 elif name != "mismatch" or self.mismatch is not None:
                     setattr(self, name, (getattr(self, name) or 0.0) + value)
         self._unread.clear()
-
-    def over(self, ranks: Ranks) -> "UpdateFigures":
-        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
-        self._read()
         if ranks.count == 1:
             return self
         every_rank = ranks.gather(self)
@@ -241,14 +235,11 @@ def _k3_sum(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
     """Rewards, groups and lengths of a rollout."""
     completions, scores = scored.rollout.completions, scored.scores
-    lengths = np.array([completion.num_written for completion in completions])
     metrics: dict[str, float | None] = {
         REWARD: mean_total(scores.totals),
         REWARD_STD: float(advantages.group_std.mean()),
         DEAD_GROUPS: float(advantages.dead.float().mean()),
-        MEAN_LENGTH: float(lengths.mean()),
-        MIN_LENGTH: float(lengths.min()),
-        MAX_LENGTH: float(lengths.max()),
+        **length_metrics([completion.num_written for completion in completions]),
         CLIPPED_RATIO: float(np.mean([completion.truncated for completion in completions])),
         ROLLOUT_TIME: scored.rollout.seconds,
         REWARD_TIME: scored.seconds,
@@ -264,6 +255,11 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
     metrics |= task_rewards(TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
     return _known(metrics)
+
+
+def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Figures of the tokens of texts."""
+    return {MEAN_LENGTH: float(np.mean(lengths)), MIN_LENGTH: float(min(lengths)), MAX_LENGTH: float(max(lengths))}
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float | None]:
@@ -292,11 +288,9 @@ def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]
 
 
 def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
-    """Rewards of held-out completions, the total as `reward` is (rewards/totals.py).
+    """Rewards of one completion for each held-out prompt, the total as `reward` is (rewards/totals.py).
 
-    Args:
-        scored: one completion for each held-out prompt.
-        weights: the configured ones, not the present adaptive ones, so that evaluations can be compared.
+    By the configured weights, not the present adaptive ones, so that evaluations can be compared.
     """
     scores = scored.scores
     totals = total_scores(scores.raw, weights)
@@ -315,14 +309,9 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int) -> pa.Table:
-    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique.
+    """Every completion of a rollout with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique.
 
-    Args:
-        scored: the rollout.
-        advantages: [N, T] or [N, 1].
-        stage: name of the stage.
-        step: the update that trained on it.
-        policy_version: the policy that sampled it: how many updates of the stage it had had.
+    `step` is the update that trained on it, `policy_version` how many updates the policy that sampled it had had.
     """
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
@@ -349,35 +338,25 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
     )
 
 
-class Stopwatch:
-    """Seconds of the present update, and of the stage over all its resumes."""
-
-    def __init__(self, before_s: float) -> None:
-        now = time.perf_counter()
-        self._began, self._update = now - before_s, now
-
-    def start_update(self) -> None:
-        """An update begins: sampling, scoring and training count, writing checkpoints does not."""
-        self._update = time.perf_counter()
-
-    @property
-    def update_s(self) -> float:
-        """Seconds since the update began."""
-        return time.perf_counter() - self._update
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the stage began, without the time between a kill and the resume."""
-        return time.perf_counter() - self._began
-
-
 class GpuMeter:
     """Peak memory and, where NVML counts it, energy of the GPU between two readings; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._counter = _energy_counter(device)
-        self._before = self._counter() if self._counter else 0.0
+        self._energy: Callable[[], float] | None = None
+        """The GPU's energy since the driver was loaded, in J; None where it is not counted."""
+        if self._device is None:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            # By UUID: NVML does not know CUDA_VISIBLE_DEVICES.
+            card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            self._before = pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000
+            self._energy = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000
+        except Exception:  # driver, GPU or package may be too old in many ways; then the energy is not measured
+            self._energy = None
 
     def read(self) -> dict[str, float]:
         """gpu_memory (GiB) and energy (J) since the last reading."""
@@ -385,23 +364,7 @@ class GpuMeter:
             return {}
         figures = {GPU_MEMORY: torch.cuda.max_memory_allocated(self._device) / 2**30}
         torch.cuda.reset_peak_memory_stats(self._device)
-        if self._counter:
-            now = self._counter()
+        if self._energy is not None:
+            now = self._energy()
             figures[ENERGY], self._before = now - self._before, now
         return figures
-
-
-def _energy_counter(device: torch.device):  # type: ignore[no-untyped-def]
-    """A function that returns the GPU's energy since the driver was loaded, in J; None where it is not counted."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        # By UUID: NVML does not know CUDA_VISIBLE_DEVICES.
-        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(card)
-    except Exception:  # driver, GPU or package may be too old in many ways; then the energy is not measured
-        return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000

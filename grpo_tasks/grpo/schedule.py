@@ -104,13 +104,7 @@ def num_updates(stage: StageConfig, num_prompts: int) -> int:
     """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
     if stage.max_steps is not None:
         return stage.max_steps
-    rollouts = math.ceil(stage.num_train_epochs * num_prompts / prompts_per_rollout(stage))
-    return rollouts * stage.updates_per_rollout
-
-
-def prompts_per_rollout(stage: StageConfig) -> int:
-    """Prompts of a rollout: those of all the updates that train on it."""
-    return stage.prompts_per_rollout
+    return math.ceil(stage.num_train_epochs * num_prompts / stage.prompts_per_rollout) * stage.updates_per_rollout
 
 
 def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

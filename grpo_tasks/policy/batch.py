@@ -16,7 +16,7 @@ In training, completions of a prompt that begin alike continue one stem: the pro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -77,7 +77,7 @@ class PackedTokens:
     """All tokens that pass through the model as one row: [all stems | all own parts].
 
     A stem is a prompt, with the common start of its completions where they share one. The own part of a completion is what
-    follows, without its last token, which predicts nothing. It continues its stem, so its positions count from the stem's end.
+    follows, without its last token, which predicts nothing; its positions count from its stem's end.
     """
 
     ids: Int[Tensor, "1 L"]
@@ -100,34 +100,6 @@ class PackedTokens:
     """Which of the U predictions is that of each completion token, completion by completion; None: each has its own, in order."""
 
 
-@dataclass(slots=True)
-class _Row:
-    """The row while it is put together, on the host."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    stem_lengths: list[int] = field(default_factory=list)
-    own_lengths: list[int] = field(default_factory=list)
-    stem_of: list[int] = field(default_factory=list)
-
-    def add_stem(self, tokens: Sequence[int]) -> int:
-        """The place of its first token."""
-        place = len(self.ids)
-        self.ids += tokens
-        self.positions += range(len(tokens))
-        self.stem_lengths.append(len(tokens))
-        return place
-
-    def add_own(self, tokens: Sequence[int], stem: int) -> int:
-        """The place of its first token."""
-        place, begin = len(self.ids), self.stem_lengths[stem]
-        self.ids += tokens
-        self.positions += range(begin, begin + len(tokens))
-        self.own_lengths.append(len(tokens))
-        self.stem_of.append(stem)
-        return place
-
-
 def _packed(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
@@ -137,21 +109,32 @@ def _packed(
     share_starts: bool,
 ) -> PackedTokens:
     # Made on the host and moved once: a read of a mask on the device would make the host wait for it.
-    row = _Row()
+    ids: list[int] = []
+    positions: list[int] = []
+    stem_lengths: list[int] = []
+    own_lengths: list[int] = []
+    stem_of: list[int] = []
     found = _divided(prompts, completions, prompt_of, share_starts=share_starts)
     # The place of the last prompt token of each stem, which predicts the first token of its completions.
     firsts = []
     for prompt, branch in found:
         # A shorter one may end within the common start.
         start = max((completions[index] for index in branch.members), key=len)[: branch.start]
-        firsts.append(row.add_stem([*prompts[prompt], *start]) + len(prompts[prompt]) - 1)
+        firsts.append(len(ids) + len(prompts[prompt]) - 1)
+        ids += [*prompts[prompt], *start]
+        stem_lengths.append(len(prompts[prompt]) + len(start))
+        positions += range(stem_lengths[-1])
     places: list[list[int]] = [[] for _ in completions]
     for stem, (_, branch) in enumerate(found):
         for index in branch.members:
-            size, first = len(completions[index]), firsts[stem]
-            own = row.add_own(completions[index][branch.start : -1], stem)
+            size, first, place, begin = len(completions[index]), firsts[stem], len(ids), stem_lengths[stem]
+            own = completions[index][branch.start : -1]
+            ids += own
+            positions += range(begin, begin + len(own))
+            own_lengths.append(len(own))
+            stem_of.append(stem)
             inside = min(size, branch.start + 1)  # tokens that the stem predicts
-            places[index] = [*range(first, first + inside), *range(own, own + size - inside)]
+            places[index] = [*range(first, first + inside), *range(place, place + size - inside)]
     predictors = [place for each in places for place in each]
     targets = [token for completion in completions for token in completion]
     scores_of = None
@@ -162,12 +145,12 @@ def _packed(
             scores_of = [numbers[pair] for pair in zip(predictors, targets, strict=True)]
             predictors, targets = ([*each] for each in zip(*numbers, strict=True))
     return PackedTokens(
-        ids=moved(torch.tensor(row.ids), device)[None],
-        positions=moved(torch.tensor(row.positions), device)[None],
-        stem_lengths=row.stem_lengths,
-        tail_lengths=[length - len(prompts[prompt]) + 1 for length, (prompt, _) in zip(row.stem_lengths, found, strict=True)],
-        own_lengths=row.own_lengths,
-        stem_of=row.stem_of,
+        ids=moved(torch.tensor(ids), device)[None],
+        positions=moved(torch.tensor(positions), device)[None],
+        stem_lengths=stem_lengths,
+        tail_lengths=[length - len(prompts[prompt]) + 1 for length, (prompt, _) in zip(stem_lengths, found, strict=True)],
+        own_lengths=own_lengths,
+        stem_of=stem_of,
         predictors=moved(torch.tensor(predictors, dtype=torch.long), device),
         targets=moved(torch.tensor(targets, dtype=torch.long), device),
         predicting=moved(torch.tensor(sorted(set(predictors)), dtype=torch.long), device),
@@ -206,14 +189,9 @@ def token_batch(
     device: torch.device,
     share_starts: bool = False,
 ) -> TokenBatch:
-    """Pad token ids into one batch.
+    """The batch of N completions and those of the prompts that have one; `prompt_of` has the index of each completion's prompt.
 
-    Args:
-        prompts: token ids of the prompts. Those that no completion belongs to are left out.
-        completions: token ids of N completions.
-        prompt_of: for each completion the index of its prompt in `prompts`.
-        device: where the tensors are placed.
-        share_starts: compute the common start of the completions of a prompt once.
+    With `share_starts` the common start of the completions of a prompt is computed once.
     """
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
@@ -236,7 +214,7 @@ def token_batch(
 def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
     """Rows of different lengths as one tensor of ids (0 where padded) and one mask, at least one column wide.
 
-    With `left` the padding comes first, as `generate` of transformers needs it: it continues every row at the last column.
+    With `left` the padding comes first: `generate` of transformers continues every row at the last column.
     """
     lengths = [len(row) for row in rows]
     sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
@@ -254,10 +232,7 @@ def fill(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N L"], dtype: torc
 
 
 def position_ids(mask: Bool[Tensor, "N L"]) -> Int[Tensor, "N L"]:
-    """Position of each token, counted over the real tokens of its row.
-
-    Padding repeats the position before it (0 at the start of a row), which rotary embeddings accept and nothing reads. Counting
-    real tokens matters where padding lies inside a row, between a context and its completion.
-    """
+    """Position of each token, counted over the real tokens of its row: padding may lie between a context and its completion."""
+    # Padding repeats the position before it, 0 at the start, which rotary embeddings accept and nothing reads.
     # Mask 0 1 1 0 1 gives cumsum 0 1 2 2 3 and positions 0 0 1 1 2.
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -17,12 +17,7 @@ PROOF_PROMPTS = 16
 
 
 def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof:
-    """Merge in float32, save, reload and compare.
-
-    Args:
-        spec: the model with its adapter, and the chats of the proof.
-        directory: an existing folder; gets spec.json, log.txt and model/.
-        key: content key of the result.
+    """Merge in float32, save, reload and compare; `directory` exists and gets spec.json, log.txt and model/.
 
     Raises:
         MergeError: the merged or the saved model differs from base + adapter, or the precision of the config keeps too little of

@@ -102,24 +102,20 @@ class GatheredPolicy:
             # One unit at a time, so that at most one layer is gathered at a time.
             unit.unshard()
             for source, twin in pairs:
-                self._copy_weights(source, twin)
+                others = dict(source.named_parameters(recurse=False))
+                if isinstance(source, LoraLinear):
+                    # The copy has a layer of another kind where the policy has an adapted one.
+                    others = {"bias": source.base_layer.bias}
+                    if isinstance(twin, LowRankLinear):
+                        twin.follow(source)
+                        others["weight"] = source.base_layer.weight
+                    else:
+                        twin.get_parameter("weight").copy_(folded_weight(source))
+                for name, parameter in others.items():
+                    if parameter is not None and (parameter.requires_grad or not self._has_frozen):
+                        getattr(twin, name).copy_(parameter)
             unit.reshard()
         self._has_frozen = True
-
-    def _copy_weights(self, source: nn.Module, twin: Any) -> None:
-        if isinstance(source, LoraLinear):
-            # The copy has a layer of another kind where the policy has an adapted one.
-            others = {"bias": source.base_layer.bias}
-            if isinstance(twin, LowRankLinear):
-                twin.follow(source)
-                others["weight"] = source.base_layer.weight
-            else:
-                twin.weight.copy_(folded_weight(source))
-        else:
-            others = dict(source.named_parameters(recurse=False))
-        for name, parameter in others.items():
-            if parameter is not None and (parameter.requires_grad or not self._has_frozen):
-                getattr(twin, name).copy_(parameter)
 
 
 def _paired(source: nn.Module, twin: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:

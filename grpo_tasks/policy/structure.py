@@ -29,12 +29,7 @@ OFFSET = 8
 
 
 def check_structure(spec: StructureSpec) -> list[str]:
-    """What to say about the model; empty where there is nothing.
-
-    Raises:
-        ConfigError: the adapter or the lengths do not fit the model.
-        ModelError: as `empty_model`.
-    """
+    """What to say about the model; ConfigError where the adapter or the lengths do not fit it."""
     model = empty_model(spec.path, spec.revision)
     if model is None:
         return []
@@ -44,11 +39,7 @@ def check_structure(spec: StructureSpec) -> list[str]:
 
 
 def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
-    """The model on the meta device; None where its class cannot be built so, which says nothing about the model.
-
-    Raises:
-        ModelError: it takes too much memory.
-    """
+    """The model on the meta device; None where its class cannot be built so. ModelError where it takes too much memory."""
     try:
         config = AutoConfig.from_pretrained(resolve(path), revision=revision)
         with torch.device("meta"), warnings.catch_warnings():
@@ -66,14 +57,7 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
 
 
 def check_positions(model: PreTrainedModel, longest: int) -> str:
-    """Compare the longest prompt and completion with the positions of the model.
-
-    Args:
-        model: with or without weights.
-        longest: tokens of the longest prompt with the longest completion.
-
-    Returns:
-        A warning where the model computes positions that it was not trained on; empty where all fit.
+    """A warning where the longest prompt and completion together have positions that the model was not trained on; else empty.
 
     Raises:
         ConfigError: the model has a table of positions, and it is shorter; or its angles change beyond some length.

@@ -59,8 +59,7 @@ def widen(
 def row_targets(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]] | None:
     """peft's `trainable_token_indices`: the rows to train by the name of their layer; None without added tokens.
 
-    Raises:
-        ModelError: the output layer has a bias, which peft leaves out.
+    ModelError where the output layer has a bias, which peft leaves out.
     """
     if not ids:
         return None

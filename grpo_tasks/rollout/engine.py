@@ -159,22 +159,34 @@ def _of_ranks(name: str, values: Sequence[float]) -> float:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Anything that samples completions."""
+    """Anything that samples completions. An engine without processes of its own has nothing to release and nothing to report."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order. Requests with equal prompts should be neighbours: they share its computation."""
 
     def sync(self) -> None:
         """Load the policy's current weights; `generate` samples from them until the next `sync`."""
+        return
 
     def sleep(self) -> None:
         """Release device memory; nothing will be generated until the next `sync`."""
+        return
 
     def report(self) -> EngineReport:
         """Figures and events since the last report."""
+        return EngineReport()
 
     def close(self) -> None:
         """Release what the engine holds in other processes; it is not used afterwards."""
+        return
+
+
+class NoEngine(RolloutEngine):
+    """The engine of a stage that samples nothing."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:  # noqa: ARG002
+        """Never called."""
+        raise AssertionError("a stage without held-out evaluations samples nothing")
 
 
 def groups_of(requests: Sequence[Request]) -> list[list[Request]]:

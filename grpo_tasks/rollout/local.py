@@ -28,7 +28,7 @@ from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
-from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
+from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.operations import ResourcesConfig
@@ -50,7 +50,7 @@ def _without_sorted_writes() -> Iterator[None]:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """Samples in this process from a copy of `policy` with its adapter folded in.
 
     Args:
@@ -104,16 +104,6 @@ class LocalEngine:
         """Load the policy's current weights into the copy."""
         if self._folded is not None:
             self._folded.sync()
-
-    def sleep(self) -> None:
-        """Nothing to release: the cache of a batch is freed when the batch ends."""
-
-    def report(self) -> EngineReport:
-        """Nothing: the engine is part of this process."""
-        return EngineReport()
-
-    def close(self) -> None:
-        """Nothing to release: there is no other process."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`.

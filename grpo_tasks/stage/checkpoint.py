@@ -28,7 +28,7 @@ from grpo_tasks.policy.load import save_trained, trained_weights, trains_rows
 from grpo_tasks.policy.sharded import gather_shards, shard_like
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.guards import Guards
-from grpo_tasks.stage.journal import Events
+from grpo_tasks.stage.journal import Counters, Events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.watch import RollBack
 from schemas.errors import TrainingError
@@ -211,20 +211,6 @@ def _step_of(checkpoint: Path) -> int:
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
-
-
-@dataclass(slots=True)
-class Counters:
-    """How far a stage has come."""
-
-    step: int = 0
-    """Updates made."""
-    tokens: int = 0
-    """Tokens of all prompts and completions sampled."""
-    resumed: int = 0
-    """Times the stage resumed from a checkpoint."""
-    seconds: float = 0.0
-    """Time spent training, summed over all resumes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,20 @@ EVENT_KEYS = {"step": int, "event": str, "detail": str}
 
 
 @dataclass(slots=True)
+class Counters:
+    """How far a stage has come."""
+
+    step: int = 0
+    """Updates made."""
+    tokens: int = 0
+    """Tokens of all prompts and completions sampled."""
+    resumed: int = 0
+    """Times the stage resumed from a checkpoint."""
+    seconds: float = 0.0
+    """Time spent training, summed over all resumes."""
+
+
+@dataclass(slots=True)
 class Journal:
     """Appends to a stage's journal; opening it drops an incomplete last line that a kill left."""
 
