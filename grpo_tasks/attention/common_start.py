@@ -16,12 +16,10 @@ MAX_LEVELS = 32
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Completions that continue one stem."""
+    """Completions, by their indices, that continue one stem: `start` tokens that all of them begin with belong to it."""
 
     start: int
-    """Tokens that all of them begin with, and that belong to the stem."""
     members: Sequence[int]
-    """Their indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,7 @@ class _Division:
 
 
 def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[Branch]:
-    """The division of the completions of one prompt with which the fewest tokens are computed.
-
-    Args:
-        prompt_tokens: tokens of the prompt; each branch computes them.
-        completions: token ids of each completion; at least one.
-    """
+    """The division of the completions of one prompt with which the fewest tokens are computed; each branch repeats the prompt."""
     # The last token predicts nothing, so it is not computed and need not be shared.
     texts = [list(completion[:-1]) for completion in completions]
     order = sorted(range(len(texts)), key=texts.__getitem__)

@@ -61,19 +61,13 @@ def sample_tokens(
     sampling: Sampling,
     seen: Bool[Tensor, "N V"] | None = None,
 ) -> Drawn:
-    """Sample a token per row.
+    """Sample a token per row by a number in [0, 1) of its own; temperature 0 takes the most likely token.
 
-    Each completion has a random stream of its own. `torch.multinomial` draws from one stream for the whole batch, so a completion
-    would depend on its neighbours.
+    `torch.multinomial` draws from one stream for the whole batch, so a completion would depend on its neighbours. `seen` marks
+    the tokens of each row's prompt and completion, for repetition_penalty.
 
     The order is that of transformers: repetition_penalty, temperature, top_k, top_p, min_p. vLLM applies min_p before top_k and
     top_p; alone, each gives the same distribution in both.
-
-    Args:
-        logits: of the next token.
-        uniform: one number in [0, 1) per row; unused at temperature 0, which takes the most likely token.
-        sampling: temperature, penalty and truncation.
-        seen: the tokens that each row's prompt or completion contains; for repetition_penalty.
     """
     logits = logits.float()
     # Greedy decoding draws from a point mass; reported are the log-probabilities at temperature 1, as vLLM does.
@@ -203,17 +197,13 @@ class Buckets:
 
     def columns(self, needed: int, limit: int) -> int:
         """Room for at least `needed` new tokens per row, of at most `limit`."""
-        return min(limit, _steps_of(needed, self.first_columns))
-
-
-def _steps_of(needed: int, first: int) -> int:
-    """The smallest of first * (1, 1.5, 2, 3, 4, 6, 8, ...) that is not below `needed`; 1.5 is left out for an odd first."""
-    size = first
-    while size < needed:
-        if size % 2 == 0 and size * 3 // 2 >= needed:
-            return size * 3 // 2
-        size *= 2
-    return size
+        size = self.first_columns
+        while size < needed:
+            # 1.5 is left out for an odd number.
+            if size % 2 == 0 and size * 3 // 2 >= needed:
+                return min(limit, size * 3 // 2)
+            size *= 2
+        return min(limit, size)
 
 
 @runtime_checkable
@@ -266,7 +256,13 @@ class DecodingLoop:
         # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
         self.tokens = prompts.last_ids[prompts.prompt_of]
         self.column = torch.zeros(1, dtype=torch.long, device=device)
-        self.seen = self._prompt_tokens(requests, model) if sampling.repetition_penalty != 1.0 else None
+        self.seen: Bool[Tensor, "N V"] | None = None
+        if sampling.repetition_penalty != 1.0:
+            # The tokens that each row has seen before its first new one.
+            seen = torch.zeros(len(requests), model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+            for row, request in enumerate(requests):
+                seen[row, list(request.prompt_ids)] = True
+            self.seen = moved(seen, device)
         self.record = self._new_record()
         self._replay = Replay(enabled=self.state.static and device.type == "cuda")
 
@@ -293,7 +289,9 @@ class DecodingLoop:
         logits = self.state.forward(self.tokens, self.column)
         uniform = self.uniform.index_select(1, self.column).squeeze(1)  # [N, T] -> [N]
         drawn = sample_tokens(logits, uniform, self.sampling, self.seen)
-        self.record.index_copy_(0, self.column.remainder(len(self.record)), _packed(drawn)[None])
+        # float32 holds every integer up to 2^24, more than any vocabulary has tokens.
+        fields = [drawn.tokens.float(), drawn.logps, *([] if drawn.policy_logps is drawn.logps else [drawn.policy_logps])]
+        self.record.index_copy_(0, self.column.remainder(len(self.record)), torch.stack(fields)[None])
         if self.seen is not None:
             self.seen.scatter_(1, drawn.tokens[:, None], value=True)
         self.tokens.copy_(drawn.tokens)
@@ -338,29 +336,12 @@ class DecodingLoop:
         both = self.sampling.changes_distribution and self.sampling.temperature != 0.0
         return torch.zeros(self.buckets.check_every, 3 if both else 2, len(self.tokens), device=self.tokens.device)
 
-    def _prompt_tokens(self, requests: Sequence[Request], model: CausalLM) -> Bool[Tensor, "N V"]:
-        """The tokens that each row has seen before its first new one, as repetition_penalty counts them."""
-        size = model.get_output_embeddings().weight.shape[0]
-        seen = torch.zeros(len(requests), size, dtype=torch.bool)
-        for row, request in enumerate(requests):
-            seen[row, list(request.prompt_ids)] = True
-        return moved(seen, self.tokens.device)
-
-
-def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:
-    # float32 holds every integer up to 2^24, more than any vocabulary has tokens.
-    fields = [drawn.tokens.float(), drawn.logps]
-    return torch.stack(fields if drawn.policy_logps is drawn.logps else [*fields, drawn.policy_logps])
-
 
 class Replay:
     """Runs a step again and again; on CUDA as a graph, which launches all of its kernels at once.
 
     If the capture fails, the steps go on one by one after one warning. The step is given at each call: a loop whose replay kept
     one of its methods would be a cycle, and keys and values of its batch would stay on the card until Python looks for cycles.
-
-    Args:
-        enabled: capture graphs; the device is CUDA.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -374,25 +355,20 @@ class Replay:
     def run(self, step: Callable[[], None]) -> None:
         """One step, which reads and writes tensors that stay where they are until `forget` is called."""
         if self._graph is None and self._enabled and self._eager_steps == EAGER_STEPS:
-            self._graph = self._captured(step)
+            try:
+                graph = torch.cuda.CUDAGraph()
+                # Capturing runs no kernel. One that fails ends on its own stream; the outer block returns to the present one.
+                with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                    step()
+                self._graph = graph
+            except RuntimeError as error:
+                self._enabled = False
+                warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)
         if self._graph is not None:
             self._graph.replay()
             return
         step()
         self._eager_steps += 1
-
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """The graph of one step; capturing runs no kernel."""
-        try:
-            graph = torch.cuda.CUDAGraph()
-            # A capture that fails ends on its own stream; the outer block returns to the present one.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                step()
-        except RuntimeError as error:
-            self._enabled = False
-            warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)
-            return None
-        return graph
 
 
 def unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:

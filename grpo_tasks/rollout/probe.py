@@ -64,13 +64,9 @@ def noise_of(found: Float[Tensor, " T"], wanted: Float[Tensor, " T"], dtype: str
 
 
 def shift_fault(found: Float[Tensor, " T"], wanted: Float[Tensor, " T"], *, noise: float, share: float) -> str | None:
-    """What is wrong with a sampler's shift, as a clause; None: it is the trainer's.
+    """What is wrong with a sampler's shift (nats per token), as a clause; None: it is the trainer's, `wanted`.
 
-    Args:
-        found: the sampler's shift (nats per token).
-        wanted: the trainer's.
-        noise: from `noise_of`.
-        share: see `POLICY_SHARE`.
+    `noise` comes from `noise_of`; for `share` see `POLICY_SHARE`.
     """
     size, off = _size(wanted), _size(found - wanted)
     uncertain = noise / (size * math.sqrt(len(wanted))) if size else math.inf  # standard deviation of the slope

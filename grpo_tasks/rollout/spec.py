@@ -23,7 +23,6 @@ from schemas.results.model import ModelRef
 
 SAMPLES = "samples.parquet"
 """The table that the process leaves."""
-
 CLUSTER = "grpo_tasks.cluster.sampling"
 """Package that samples on the nodes of a cluster. Named, not imported, as in grpo_tasks/stage/run.py."""
 
@@ -108,12 +107,7 @@ class SampleSpec(Result):
 def run_sampling(spec: SampleSpec, directory: Path) -> None:
     """Sample in a child process, on this machine or on a cluster, into `directory`/samples.parquet; both give the same rows.
 
-    Args:
-        spec: what to sample; written to `directory`/spec.json.
-        directory: of the step.
-
-    Raises:
-        UserError: the model cannot be loaded, a server fails, or the cluster cannot be used.
+    UserError where the model cannot be loaded, a server fails, or the cluster cannot be used.
     """
     spec.save(directory / SPEC)
     # Servers that run somewhere already answer this machine as well as any node.

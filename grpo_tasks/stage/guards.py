@@ -120,16 +120,6 @@ def _above(metric: str) -> Fault:
     return fault
 
 
-def _below(metric: str) -> Fault:
-    def fault(view: View, threshold: float) -> str | None:
-        values = view.last(metric)
-        if not values or median(values) >= threshold:
-            return None
-        return f"{metric} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
-
-    return fault
-
-
 def _unless_learnt(fault: Fault) -> Fault:
     return lambda view, threshold: None if view.learnt() else fault(view, threshold)
 
@@ -147,6 +137,13 @@ def _against_the_start(metric: str, *, falls: bool) -> Fault:
         return None
 
     return fault
+
+
+def _reward_std(view: View, threshold: float) -> str | None:
+    values = view.last(REWARD_STD)
+    if not values or median(values) >= threshold:
+        return None
+    return f"{REWARD_STD} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
 
 
 def _flat_reward(view: View, threshold: float) -> str | None:
@@ -183,7 +180,7 @@ class Guard:
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _unless_learnt(_below(REWARD_STD)),
+        _unless_learnt(_reward_std),
         "the completions of a group earn the same reward; raise temperature or num_generations, or use a reward with more steps",
     ),
     Guard("kl_blow_up", _above(KL), "the policy is far from the reference; lower the learning rate or raise beta"),

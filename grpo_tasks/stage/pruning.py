@@ -36,14 +36,9 @@ class Lag:
 
 
 def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: int, same_seed: bool) -> Lag | None:
-    """Compare a run with the others at an update; None if it does not lag, or if there are too few to say so.
+    """Compare a run with the others at an update; None if it does not lag, or if fewer than `min_siblings` were evaluated at it.
 
-    Args:
-        own: evaluations of the run.
-        others: evaluations of the other runs; those of another family, or of the very same stage, do not count.
-        step: the update.
-        min_siblings: fewest others that have been evaluated at this update.
-        same_seed: compare with runs of the same seed only.
+    Runs of another family, or with the very same stage, do not count.
     """
     # By key: runs that differ in a later stage only share this one, and it counts once.
     known = {curve.key: curve for curve in others if curve.family == own.family and curve.key != own.key}

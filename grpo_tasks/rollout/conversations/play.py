@@ -28,8 +28,6 @@ from schemas.errors import ConfigError, ModelError
 from schemas.prompts import PromptRow
 
 OTHER_BEGINNING = "the environment begins otherwise than for another conversation of the same row and seed"
-
-
 _STAND_IN, _FIRST = "\ufdd2", 0xE000
 """As PLACEHOLDER, taken out of every message."""
 
@@ -73,34 +71,23 @@ class TurnTokens:
     def after(self, before: Sequence[Message], turn: Message, answers: Sequence[Message], *, closed: bool) -> list[int]:
         """Token ids between two turns of the policy: the end of the first one if it is missing, the answers, the next opening.
 
-        Args:
-            before: all messages before the first turn.
-            turn: the first turn.
-            answers: what was said after it.
-            closed: whether the policy wrote the end of its turn.
+        `before` has all messages before the first turn. It is `closed` if the policy wrote its end.
         """
         history = [self._safe(message) for message in before]
         said = [self._safe(message) for message in answers]
-        text = self._continued(history, self._safe(turn), said)
-        if self._end:
-            text = text[text.index(self._end) + len(self._end) :]
-        return self._encode(text if closed else self._end_text() + text)
-
-    def _continued(self, history: Sequence[Message], turn: Message, said: Sequence[Message]) -> str:
-        """What the template writes behind the policy's words."""
         plain = {"role": "assistant", "content": PLACEHOLDER}
         try:
             text = rendered(self._tokenizer, [*history, plain, *said], opened=True)
         except RefusedError:
             # Some templates accept the answer of a tool only after a turn with calls.
-            text = self._render([*history, {**turn, "content": PLACEHOLDER}, *said], opened=True)
-        _, found, behind = text.rpartition(PLACEHOLDER)
-        if not found or (self._end and self._end not in behind):
+            text = self._render([*history, {**self._safe(turn), "content": PLACEHOLDER}, *said], opened=True)
+        # What the template writes behind the policy's words.
+        _, found, text = text.rpartition(PLACEHOLDER)
+        if not found or (self._end and self._end not in text):
             raise self._refused("the chat template leaves out the assistant's turn before an answer")
-        return behind
-
-    def _end_text(self) -> str:
-        return self._end or str(self._tokenizer.eos_token or "")
+        if self._end:
+            text = text[text.index(self._end) + len(self._end) :]
+        return self._encode(text if closed else (self._end or str(self._tokenizer.eos_token or "")) + text)
 
     def _render(self, messages: Sequence[Message], *, opened: bool) -> str:
         try:
@@ -136,18 +123,19 @@ class TurnTokens:
         ids: list[int] = []
         for index, part in enumerate(text.split(_STAND_IN)):
             # Every second part is the number of a marker that a message held.
-            ids += self._as_text(self._markers[ord(part) - _FIRST]) if index % 2 else self._tokens(part)
+            if not index % 2:
+                ids += self._tokens(part)
+                continue
+            # Its characters as ordinary tokens.
+            marker = self._markers[ord(part) - _FIRST]
+            text = self._tokens(marker, split_special_tokens=True)
+            if self._special_ids.intersection(text):
+                text = [token for character in marker for token in self._tokens(character)]
+            ids += [token for token in text if token not in self._special_ids]
         return ids
 
     def _tokens(self, text: str, **settings: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, **settings)["input_ids"]) if text else []
-
-    def _as_text(self, marker: str) -> list[int]:
-        """A marker's characters as ordinary tokens."""
-        ids = self._tokens(marker, split_special_tokens=True)
-        if self._special_ids.intersection(ids):
-            ids = [token for character in marker for token in self._tokens(character)]
-        return [token for token in ids if token not in self._special_ids]
 
 
 @dataclass(frozen=True, slots=True)
