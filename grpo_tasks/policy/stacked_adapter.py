@@ -99,12 +99,8 @@ def _stack_layer(layer: str, configs: Sequence[LoraConfig], weights: Sequence[di
         down = given.get(layer + DOWN, torch.zeros(config.r, shapes[0].shape[1]))
         up = given.get(layer + UP, torch.zeros(shapes[1].shape[0], config.r))
         downs.append(down.float())
-        ups.append(up.float() * _scale(config))
+        ups.append(up.float() * float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)))
     return {layer + DOWN: torch.cat(downs).contiguous(), layer + UP: torch.cat(ups, dim=1).contiguous()}
-
-
-def _scale(config: LoraConfig) -> float:
-    return float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r))
 
 
 def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, prompts: list[list[dict[str, str]]]) -> StackProof:

@@ -103,11 +103,11 @@ def inverse_cdf_in_blocks(probabilities: Float[Tensor, "N V"], uniform: Float[Te
     """
     blocks = _in_blocks(probabilities)  # [N, B, C]
     totals = blocks.sum(-1)
-    ends = totals @ _triangle(totals)  # [N, B], cumulative
+    ends = _running_sums(totals)  # [N, B]
     goal = (uniform * ends[:, -1])[:, None]
     block = torch.searchsorted(ends, goal, right=True).clamp(max=ends.shape[1] - 1)  # [N, 1]
     chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [N, C]
-    inner = chosen @ _triangle(chosen)
+    inner = _running_sums(chosen)
     # Rounding may put the number just outside its block; then it means the block's first or last token that has a probability.
     rest = (goal - (ends - totals).gather(1, block)).clamp(min=0.0)
     rest = torch.minimum(rest, inner[:, -1:] * (1 - 2**-50))
@@ -119,22 +119,22 @@ def sums_in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
     """`values.cumsum(-1)`, added in a fixed order on every device."""
     blocks = _in_blocks(values)  # [N, B, C]
     totals = blocks.sum(-1)  # [N, B]
-    before = totals @ _triangle(totals) - totals
-    return (blocks @ _triangle(blocks) + before[:, :, None]).flatten(1)[:, : values.shape[-1]]
+    before = _running_sums(totals) - totals
+    return (_running_sums(blocks) + before[:, :, None]).flatten(1)[:, : values.shape[-1]]
 
 
 def _in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N B C"]:
     return functional.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
-def _triangle(like: Float[Tensor, "*N C"]) -> Float[Tensor, "C C"]:
-    """Ones on and above the diagonal: a product with it gives running sums."""
-    return _ones(like.shape[-1], like.dtype, like.device)
+def _running_sums(values: Float[Tensor, "*N C"]) -> Float[Tensor, "*N C"]:
+    return values @ _triangle(values.shape[-1], values.dtype, values.device)
 
 
 @cache
-def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C C"]:
-    # Made once, not at every step. Outside of inference mode, so that it can be used everywhere.
+def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C C"]:
+    """Ones on and above the diagonal: a product with it gives running sums. Made once, not at every step."""
+    # Outside of inference mode, so that it can be used everywhere.
     with torch.inference_mode(mode=False):
         return torch.ones(size, size, dtype=dtype, device=device).triu()
 
@@ -300,10 +300,11 @@ class DecodingLoop:
     def _check(self, count: int) -> None:
         """Read the last `count` tokens of every row, and drop the rows that have ended."""
         steps = self.record[:count].tolist()  # [count, 2 or 3, N], the only transfer to the host
-        staying = []
-        for row, request in self.alive:
-            if not self._append(request, [[field[row] for field in step] for step in steps]):
-                staying.append((row, request))
+        staying = [
+            (row, request)
+            for row, request in self.alive
+            if not self._append(request, [[field[row] for field in step] for step in steps])
+        ]
         width = self.buckets.rows(len(staying))
         self.alive = staying
         if not staying or width >= len(self.tokens):
