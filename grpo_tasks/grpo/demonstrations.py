@@ -1,7 +1,5 @@
 """Rows of the data -> demonstrations as tokens; the others are counted, named with their line and left out.
 
-    row --column or function--> text or messages --checks--> turns -> token ids
-
 A refused row is no crash: the run goes on as long as `max_invalid_fraction` allows, and stops before the model is loaded
 otherwise. Texts are data: they are never executed, and one that contains a marker of the chat template is refused, because it
 could open a turn of its own.

@@ -1,9 +1,7 @@
-"""The learner: microbatches in, one optimizer step out.
+"""The learner: microbatches in, one optimizer step out. It owns the optimizer and the learning rate.
 
-    for each microbatch: forward -> loss -> backward      gradients add up
-    sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
-
-It owns the optimizer and the learning rate. It does not know where completions come from, or what happens after a step.
+for each microbatch: forward -> loss -> backward      gradients add up
+sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
 """
 
 import math

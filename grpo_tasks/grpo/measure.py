@@ -1,9 +1,4 @@
-"""The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU.
-
-UpdateFigures    sums over the trained tokens, microbatch by microbatch, then over the ranks     -> loss, kl, clip_ratio/*, ...
-rollout_metrics  rewards, groups, lengths                                                        -> reward, completions/*, ...
-GpuMeter         memory and energy
-"""
+"""The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An update split into microbatches: the completions that go through the model together.
 
-    N completions of an update -> weights of the complete update -> live completions -> share of this rank -> microbatches
-
 Dead groups and masked completions are left out: their gradient is zero, so there is nothing to compute. With beta above 0 they
 lose their KL term as well, on purpose: a group without signal should not pull the policy anywhere (`skip_dead_groups: false`
 keeps them). A microbatch is as large as a number of completions or a budget of tokens allows. How an update is split changes
@@ -44,8 +42,8 @@ class Microbatch:
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding and where the policy did not write."""
     sampler_policy_logps: Float[Tensor, "N T"] | None
-    """log-probabilities (nats) under the sampler's model at the sampling temperature alone, which the trainer's are compared
-    with; None: the sampler does not report them."""
+    """The same under the sampler's model at the sampling temperature alone, which the trainer's are compared with; None: the
+    sampler does not report them."""
     idle: bool = False
     """Goes through the model only because other ranks have more microbatches; adds nothing to the gradient."""
 

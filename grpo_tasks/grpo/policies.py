@@ -1,8 +1,5 @@
 """The two policies of a stage: the one that is trained, and the reference from which its KL is measured.
 
-    scores(tokens)          the policy, with gradients
-    ref_logps(tokens)       the reference, without
-
 With LoRA the reference costs no second copy of the weights: the base model is the policy with its adapter switched off, and the
 policy at the start of the stage is a second, frozen adapter. Full fine-tuning loads a second model.
 """

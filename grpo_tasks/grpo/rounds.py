@@ -1,7 +1,5 @@
 """One round: new prompts, completions sampled from the policy, scored, and turned into advantages.
 
-    prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
-
     max_staleness 0     sample 1 | train 1 | sample 2 | train 2 | ...
     max_staleness 1     train 1 | train 2 | train 3 | ...                  round n + 1 is sampled by the policy that enters
                         sample 2 | sample 3 | sample 4 | ...               the training on round n

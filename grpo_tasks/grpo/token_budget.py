@@ -1,7 +1,5 @@
 """`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU, calculated first and then measured.
 
-    plan (planning/memory_plan.py) -> tokens by calculation -> one trial pass -> bytes that it took -> tokens of every pass
-
 The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled; its gradients are dropped.
 Where it does not fit, it is repeated with half of the tokens, and below one completion of full length with gradient
 checkpointing. The outcome is kept in the stage directory, so a stage that is resumed splits its updates in the same way.

@@ -1,8 +1,5 @@
 """Which layers of a model get an adapter, and which do not.
 
-    model.lora --add_adapter--> PeftModel, or an error that names what `target_modules` cannot mean
-                PeftModel --uncovered--> a sentence about the weights without an adapter, where somebody may expect one
-
 peft drops a name that matches nothing as long as another one matches, unties tied embeddings only when they are merged, adapts
 layers whose weights a model reads without calling the layer, and renames some layers when it loads what it saved. All of these
 are found here, before the first update.

@@ -31,15 +31,12 @@ class TokenBatch:
     """P different prompts of at most S tokens, and N completions of at most T tokens."""
 
     prompt_ids: Int[Tensor, "P S"]
-    """Token ids, 0 where padded."""
+    """Token ids, 0 where padded; the masks are True for real tokens."""
     prompt_mask: Bool[Tensor, "P S"]
-    """True for real tokens."""
     prompt_of: Int[Tensor, " N"]
     """Row of `prompt_ids` that each completion belongs to."""
     completion_ids: Int[Tensor, "N T"]
-    """Token ids, 0 where padded."""
     completion_mask: Bool[Tensor, "N T"]
-    """True for real tokens."""
     completion_cells: Int[Tensor, " M"]
     """The same as places in the flattened mask, row by row."""
     packed: "PackedTokens"

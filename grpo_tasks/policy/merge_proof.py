@@ -1,9 +1,4 @@
-"""Merges an adapter in a child process, and returns the proof that the merged model is the same policy.
-
-    MergeSpec -> spec.json -> `python -m grpo_tasks.policy DIRECTORY` (merge.py) -> result.json -> MergeProof
-
-Imports no torch: the child process does.
-"""
+"""Merges an adapter in a child process, and returns the proof that the merged model is the same policy; imports no torch."""
 
 import time
 from pathlib import Path

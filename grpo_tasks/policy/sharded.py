@@ -1,12 +1,7 @@
 """Sharding of weights, gradients and optimizer state over the training processes (FSDP2, torch's fully_shard).
 
-    shard(model)                     each decoder layer is a unit that is gathered for its own passes; the rest is one more unit
-    forward_pass(model, work)        runs work that calls layers and head directly, with the outermost unit gathered
-    gather_shards(), shard_like()    a tensor from its shards, for a checkpoint, and back
-    GatheredPolicy                   a complete copy to sample from, updated unit by unit
-
-All of these are collective: every process has to call them equally often and in the same order. On a model that is not sharded
-they change nothing.
+Each decoder layer is a unit that is gathered for its own passes; the rest is one more unit. All functions here are collective:
+every process has to call them equally often and in the same order. On a model that is not sharded they change nothing.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`python -m grpo_tasks.policy.structure DIRECTORY`: what a base model takes, known from its config alone.
 
-    StructureSpec -> spec.json -> config.json of the model -> the model on the meta device, without weights -> StructureNotes
-
 Names that `target_modules` cannot mean, and prompts with completions beyond the positions that the model has, are found here in a
 second, instead of in the first update.
 """

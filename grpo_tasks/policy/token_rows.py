@@ -1,10 +1,5 @@
 """Rows of the embeddings, and of the output layer, that belong to added tokens.
 
-    widen(model, ids)             room for the tokens, and initial values for their rows
-    row_targets(model, ids)       which layers train which rows, for peft
-    logits_of(head, hidden)       the output layer with trained rows, without a copy of its weight
-    FoldedRows                    a plain weight that follows the trained rows of an adapted layer
-
 peft keeps the trained rows of an adapter by themselves (`trainable_token_indices`): the base stays as it is, and the adapter
 stays small. Where the output layer is tied to the embeddings, both read the same trained rows.
 """

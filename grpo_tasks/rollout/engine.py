@@ -1,7 +1,5 @@
 """The interface of a rollout engine and its data types.
 
-    generate(requests, sampling) -> completions        sync() -> the engine samples from the policy's current weights
-
 Where tools or an environment answer (conversations/play.py), a completion is everything after the prompt: the turns of the policy
 and what was said between them. An engine samples one turn, and `play` joins them.
 

@@ -2,8 +2,7 @@
 
 Decoding one token for a few dozen rows spends most of its time on launching kernels. Here the projections of queries, keys and
 values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
-walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine uses it only
-where it says what the model's own forward pass says (policy/forward_check.py).
+walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape.
 """
 
 from collections.abc import Mapping

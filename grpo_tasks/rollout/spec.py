@@ -1,7 +1,4 @@
-"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light.
-
-SampleSpec -> spec.json -> grpo_tasks.rollout | grpo_tasks.cluster.sampling -> samples.parquet
-"""
+"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Guards: what a person would want to know while a stage trains, and what to do about it.
-
-    check(journal, step) -> firings     action (off, warn, stop, rollback) and threshold of each: schemas/config/guards.py
+"""Guards: what a person would want to know while a stage trains, and what to do about it (schemas/config/guards.py).
 
 A guard is a pure function of the journal, so a resumed stage makes the same decisions. Guards compare medians of ten updates:
 the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean. Guards against a fall or a rise compare with
@@ -49,7 +47,6 @@ class Firing:
     event: str
     action: GuardAction
     detail: str
-    """A sentence with the numbers and the advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +166,9 @@ def _format_regression(view: View, threshold: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One kind of trouble."""
+    """One kind of trouble; its event has the name of the guard's setting."""
 
     event: str
-    """Name of the event, and of the guard's setting."""
     fault: Fault
     advice: str
 

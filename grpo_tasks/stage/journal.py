@@ -19,16 +19,12 @@ EVENT_KEYS = {"step": int, "event": str, "detail": str}
 
 @dataclass(slots=True)
 class Counters:
-    """How far a stage has come."""
+    """How far a stage has come: updates, sampled tokens with their prompts, resumes, and seconds of training over all resumes."""
 
     step: int = 0
-    """Updates made."""
     tokens: int = 0
-    """Tokens of all prompts and completions sampled."""
     resumed: int = 0
-    """Times the stage resumed from a checkpoint."""
     seconds: float = 0.0
-    """Time spent training, summed over all resumes."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,5 @@
 """Which prompts a stage trains on: those whose pass rate lies in `keep_pass_rate`.
 
-    train.parquet + pass_rates.parquet -> train.parquet of the stage (with pass rates) + left_out.parquet + KeptPrompts
-
 A prompt that is never solved, or always, has only dead groups, and one with a wrong ground truth teaches a wrong answer.
 """
 

@@ -1,6 +1,5 @@
 """Ends a run of a sweep early when its held-out reward lags behind that of the other runs: the median rule.
 
-    held-out evaluation -> curve in the folder of the run -> the other runs read it
     own best so far  <  median of their best at the same update  ->  pruned, with a checkpoint
 
 Google Vizier's rule (Golovin et al. 2017, section 3.2.2), on the best value so far. Runs with the same seed are compared, because
@@ -25,11 +24,9 @@ class Lag:
     """A run that does worse than the others."""
 
     ours: float
-    """Its best held-out reward so far."""
+    """Its best held-out reward so far, and the median of the others at the same update."""
     median: float
-    """That of the others at the same update."""
     siblings: int
-    """How many others there are."""
 
     def __str__(self) -> str:
         return f"its held-out reward {self.ours:.3f} is below {self.median:.3f}, the median of {self.siblings} other runs"

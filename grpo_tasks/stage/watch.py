@@ -1,6 +1,4 @@
-"""What happens after an update, decided in one place: continue, stop, or roll back.
-
-    journal, fault -> Watch.decide(step) -> Continue | Stop(why) | RollBack(to)
+"""What happens after an update, decided in one place: continue, stop, fail, or roll back.
 
 In this order: a fault of the update, guards, the target, the plateau, the last update, the other runs of a sweep, the deadline.
 Everything but the last two is a pure function of the journal, so a resumed stage makes the same decisions. This module decides

@@ -1,7 +1,5 @@
 """Conversations from their prompt to their end: the policy's turns are sampled, and an environment answers them.
 
-    begin -> prompts -> sample a turn of all live conversations -> answer -> tokens of the answers -> sample the next turn -> ...
-
 Every turn continues from the exact token ids so far: those that were sampled, and those of what was said. All live conversations
 of a rollout decode together. A turn's random numbers depend on the conversation's seed and on the number of the turn alone, so a
 conversation does not depend on the others.
