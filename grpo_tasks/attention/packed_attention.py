@@ -250,10 +250,7 @@ def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: float, window: int | None) -> Tensor:
-    """Attention [1, H, L, D] on any device, over keys gathered as [prompt | own] for every completion.
-
-    It materialises a mask, and G copies of every prompt's keys, so it is the way of devices that have no better one.
-    """
+    """Attention [1, H, L, D] on any device: it materialises a mask, and G copies of every prompt's keys."""
     attend = torch.nn.functional.scaled_dot_product_attention
     times = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))

@@ -19,10 +19,7 @@ from grpo_tasks.attention.shared_prompt import PromptGroups
 
 
 class Spans:
-    """Equally many slots for each of R spans of the row; a short span leaves its last slots empty.
-
-    The first span begins at `start`. `gaps` are the tokens between a span and the one before it, or `start` for the first.
-    """
+    """Equally many slots for each of R spans of the row, before which `gaps` lie; short spans leave their last slots empty."""
 
     def __init__(self, start: int, lengths: Sequence[int], device: torch.device, gaps: Sequence[int] | None = None) -> None:
         self.lengths, self.width, self.start = list(lengths), max(lengths), start

@@ -46,10 +46,7 @@ class SharedPrompt(Protocol):
 
 
 def use_shared_prompts(model: PreTrainedModel) -> None:
-    """Let the model attend through the `shared_prompt` that its forward pass receives, and as before without one.
-
-    It stays so: with gradient checkpointing the layers run again in the backward pass, outside of any `with` block.
-    """
+    """Let the model attend through the `shared_prompt` that its forward pass receives, from now on, and as before without one."""
     model.config._attn_implementation = NAME
 
 

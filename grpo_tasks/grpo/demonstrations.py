@@ -186,11 +186,7 @@ class Demonstrations:
 def read_demonstrations(
     rows: Sequence[PromptRow], settings: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
 ) -> Demonstrations:
-    """The demonstrations of accepted rows; `max_tokens` is the longest one if the settings name none.
-
-    Raises:
-        ConfigError: no row has the column, or the function cannot be imported.
-    """
+    """The demonstrations of accepted rows; ConfigError where no row has the column, or the function cannot be imported."""
     find = _finder(rows, settings)
     limit = settings.max_tokens or max_tokens
     markers = sorted(special_tokens(tokenizer).values())

@@ -59,11 +59,7 @@ def sample_groups(
     group_size: int,
     seed: int,
 ) -> Rollout:
-    """Sample `group_size` completions for each prompt.
-
-    The seed of a completion is made from that of the rollout and the number of its prompt in the rollout (`numbers`): it comes
-    out the same on whichever rank, and in whatever batch, it is sampled.
-    """
+    """Sample `group_size` completions for each prompt. Their seeds depend on its number in the rollout, not on rank or batch."""
     began = time.perf_counter()
     requests = [
         Request(ids, completion_seed(seed, number, row.prompt_id) + index)

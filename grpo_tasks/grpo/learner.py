@@ -60,11 +60,7 @@ class Learner:
         return self.ranks.accelerator.scaler
 
     def update(
-        self,
-        microbatches: Sequence[Microbatch],
-        old_logps: Sequence[Float[Tensor, "_ _"]] | None,
-        *,
-        measure_kl: bool = False,
+        self, microbatches: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "_ _"]] | None, *, measure_kl: bool = False
     ) -> UpdateFigures:
         """One optimizer step over the microbatches of an update; without any, when every group is dead, no weight moves.
 

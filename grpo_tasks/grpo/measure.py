@@ -245,10 +245,7 @@ def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]
 
 
 def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
-    """Rewards of one completion for each held-out prompt, the total as `reward` is (rewards/totals.py).
-
-    By the configured weights, not the present adaptive ones, so that evaluations can be compared.
-    """
+    """Rewards of held-out completions by the configured weights, not the present adaptive ones, so that they can be compared."""
     scores = scored.scores
     totals = total_scores(scores.raw, weights)
     metrics = {metric.EVAL_REWARD: mean_total(totals)} | task_rewards(metric.EVAL_TASK_REWARD, scored, totals)
@@ -266,10 +263,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int) -> pa.Table:
-    """Every completion of a rollout with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique.
-
-    `step` is the update that trained on it, `policy_version` how many updates the policy that sampled it had had.
-    """
+    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique."""
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pa.table(

@@ -139,11 +139,7 @@ class Collector:
 
 
 class Rounds:
-    """Rounds in their order, each for so many `updates`.
-
-    `max_staleness` is above 0 for a `VllmEngine` only. `may_start` says whether the round that begins after so many updates may
-    be started before they were made.
-    """
+    """Rounds in their order; `may_start` says whether the round behind so many updates may be started before they were made."""
 
     def __init__(self, collector: Collector, *, updates: int, max_staleness: int, may_start: Callable[[int], bool]) -> None:
         self._collector, self._updates, self._may_start = collector, updates, may_start
@@ -156,11 +152,7 @@ class Rounds:
         """When (s) the last round was sampled."""
 
     def take(self, number: int) -> Round:
-        """Round `number`, counted from 0; starts later ones. The policy has had all updates of the rounds before it.
-
-        Raises:
-            TrainingError: the policy that sampled it is older than `max_staleness` allows.
-        """
+        """Round `number`, counted from 0; starts later ones. TrainingError where an older policy sampled it than is allowed."""
         if not self.ahead:
             began = time.perf_counter()
             # The engine takes over the weights first: sampled from any others the update would be off-policy.

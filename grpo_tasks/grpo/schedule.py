@@ -66,10 +66,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class PromptSchedule:
-    """Prompts in a new order each epoch, split into rollouts of equal size; a rollout may span two epochs.
-
-    With a mixture each task has epochs of its own.
-    """
+    """Prompts in a new order each epoch, of each task with a mixture, split into rollouts of equal size."""
 
     num_prompts: int
     per_rollout: int
@@ -103,11 +100,7 @@ def num_updates(stage: StageConfig, num_prompts: int) -> int:
 
 
 def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer named by `stage.optim`.
-
-    Raises:
-        ConfigError: an 8-bit optimizer without bitsandbytes.
-    """
+    """The optimizer named by `stage.optim`; ConfigError for an 8-bit one without bitsandbytes."""
     options: dict[str, Any] = {
         "lr": stage.learning_rate,
         "betas": (stage.adam_beta1, stage.adam_beta2),

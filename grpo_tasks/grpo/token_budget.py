@@ -61,8 +61,7 @@ class Budget:
 def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float | None = None) -> StageConfig:
     """The stage with the number calculated for its longest prompt (tokens) in the place of `auto`.
 
-    Without `memory` (bytes) the device is asked; where it reports none, as on a CPU, nothing is limited. ModelError where not
-    even one completion of full length fits.
+    Nothing is limited where the device reports no memory (bytes). ModelError where not even one completion fits.
     """
     if spec.stage.max_tokens_per_microbatch != "auto":
         return spec.stage

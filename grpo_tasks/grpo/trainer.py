@@ -115,11 +115,7 @@ class Trainer:
         return self.counters.step
 
     def train(self) -> StageResult:
-        """Run the updates that are left: GRPO as in arXiv:2402.03300, algorithm 1.
-
-        Raises:
-            TrainingError: a guard or the time limit stops the stage, or the completions come from another policy.
-        """
+        """Run the updates that are left: GRPO as in arXiv:2402.03300, algorithm 1. TrainingError where the stage fails."""
         watch = self._begin()
         # Without the time between a kill and the resume.
         self._began = time.perf_counter() - self.counters.seconds
@@ -314,11 +310,7 @@ class Trainer:
         return step % (max(1, round(every / per_rollout)) * per_rollout) == 0
 
     def _finish(self, verdict: Verdict) -> StageResult:
-        """Write the last checkpoint, the trained weights and the result.
-
-        Raises:
-            TrainingError: the stage failed.
-        """
+        """Write the last checkpoint, the trained weights and the result; raise the error of a stage that failed."""
         if isinstance(verdict, Fail):
             if verdict.save:
                 self.checkpoints.save()

@@ -31,11 +31,7 @@ _ROW = 16
 
 
 def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[int]] | None = None) -> PeftModel:
-    """The base with a new adapter, and trained rows of added tokens as peft takes them.
-
-    Raises:
-        ConfigError: a name in `target_modules` matches no layer, or layers that cannot have an adapter.
-    """
+    """The base with a new adapter, and trained rows as peft takes them. ConfigError for wrong `target_modules`."""
     unfit = unfit_layers(base)
     policy = _added(base, settings, rows, unfit)
     lost = set[str]()
@@ -117,8 +113,7 @@ def unfit_layers(model: PreTrainedModel) -> dict[str, str]:
 def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict[str, bool] | None:
     """The layers that a training pass over text calls, and whether each computes W x + b; None where the pass fails.
 
-    A layer of a vision tower is not called, nor one whose weight the model reads (Gemma 3n in training), and the router of a
-    mixture of experts may be a linear layer that returns more (PhiMoE, Llama 4).
+    Not called are those of a vision tower. The router of a mixture of experts may return more (PhiMoE, Llama 4).
     """
     found: dict[str, bool] = {}
 

@@ -1,8 +1,7 @@
 """Prompts and completions as padded tensors.
 
 A prompt that several completions share is stored once; `prompt_of` maps each completion to its row of the prompts. All rows are
-padded on the right. A causal model attends to the left only, so no real token ever sees padding, and what the model computes at a
-padded position is never read.
+padded on the right: a causal model attends to the left only, so no real token ever sees padding.
 
 A completion's first token is predicted by the last token of its prompt. In training all tokens pass through the model as one row
 (`packed`). Decoding encodes the tokens before the prompt's last one (`context`) once per prompt, and begins with that last token:
@@ -12,7 +11,7 @@ A completion's first token is predicted by the last token of its prompt. In trai
                                                     predicts     x y z
 
 In training, completions of a prompt that begin alike continue one stem: the prompt with their common start
-(attention/common_start.py). A token of that start is computed once, and its log-probability counts for each of them.
+(attention/common_start.py).
 """
 
 from collections.abc import Sequence
@@ -44,10 +43,7 @@ class TokenBatch:
 
     @property
     def context_ids(self) -> Int[Tensor, "P C"]:
-        """Prompts without their last token, C = S - 1.
-
-        In a prompt shorter than S the dropped column is padding, so its last token is still there; `context_mask` excludes it.
-        """
+        """Prompts without their last token, C = S - 1; in a short one it is still there, and `context_mask` excludes it."""
         return self.prompt_ids[:, :-1]
 
     @property
@@ -186,10 +182,7 @@ def token_batch(
     device: torch.device,
     share_starts: bool = False,
 ) -> TokenBatch:
-    """The batch of N completions and those of the prompts that have one; `prompt_of` has the index of each completion's prompt.
-
-    With `share_starts` the common start of the completions of a prompt is computed once.
-    """
+    """The batch of N completions and their prompts; with `share_starts` a common start is computed once."""
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
@@ -209,10 +202,7 @@ def token_batch(
 
 
 def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
-    """Rows of different lengths as one tensor of ids (0 where padded) and one mask, at least one column wide.
-
-    With `left` the padding comes first: `generate` of transformers continues every row at the last column.
-    """
+    """Rows of different lengths as one tensor of ids, 0 where padded, and one mask, at least one column wide."""
     lengths = [len(row) for row in rows]
     sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
     mask = columns >= len(columns) - sizes if left else columns < sizes  # [N, L]

@@ -5,10 +5,8 @@
 
 A fixed tolerance cannot tell: a careful training moves a log-probability by less than rounding a large model does. The KL
 divergence sees both ways to lose, a change that rounding removed and noise that it added. For small differences it is the square
-of a length (the Fisher metric; Amari 1998, doi:10.1162/089976698300017746), hence the root.
-
-The distance is measured after held-out prompts, at every token of a likeliest and of a sampled completion, by the model's own
-forward pass. `weight_shares` asks the same of each weight, also of those that the prompts did not reach.
+of a length (the Fisher metric; Amari 1998, doi:10.1162/089976698300017746), hence the root. `weight_shares` asks the same of each
+weight, also of those that the texts did not reach.
 """
 
 import inspect
@@ -102,10 +100,7 @@ def complete(
     greedy: bool,
     sampling: Sampling | None = None,
 ) -> list[Text]:
-    """One completion of each prompt, the likeliest (`greedy`) or a sampled one, by transformers' generate.
-
-    Without `sampling` tokens are drawn by the model's own generation config, as a user of the files gets them.
-    """
+    """One completion of each prompt by transformers' generate, as `sampling` or else the model's own config says."""
     # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(list(prompts), left=True)
     config = model.generation_config if sampling is None else generation_of(model, tokenizer, sampling)
@@ -211,10 +206,9 @@ class Shares:
 def weight_shares(policy: CausalLM, base: nn.Module | None, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, Shares]:
     """Share of the change of the weights that is left after rounding: in all of them together, and in each.
 
-    A weight W was to become W + D, and becomes W + E. Its share is the part of E in the direction of D, <E, D> / <D, D>: rounding
-    noise, which has no direction, does not count for it, as it would in the norm of E. A share above 1 is as wrong as one below,
-    so 1.1 counts as 0.9. Policy and base are in float32; `base` is what a model trained in full started from, None for base +
-    adapter.
+    A weight W was to become W + D, and becomes W + E. Its share is <E, D> / <D, D>, the part of E in the direction of D: rounding
+    noise has no direction and does not count. A share of 1.1 is as wrong as one of 0.9, and counts as that. `base` is what a
+    model trained in full started from, None for base + adapter; both are in float32.
     """
     sums = {dtype: dict[str, tuple[float, float]]() for dtype in dtypes}
     for name, weight, change in changes(policy, base):

@@ -12,10 +12,7 @@ Message = Mapping[str, str]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat up to the beginning of the assistant's turn; ModelError where the tokenizer has no chat template.
-
-    A plain prompt is tokenised as it stands, behind the special tokens that the tokenizer writes before any text, such as BOS.
-    """
+    """Token ids of a prompt up to the beginning of the assistant's turn; ModelError for a chat without a chat template."""
     if messages[0]["role"] == PLAIN:
         return text_ids(tokenizer, [messages[0]["content"]])[0]
     if not tokenizer.chat_template:

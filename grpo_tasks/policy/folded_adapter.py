@@ -87,10 +87,7 @@ def stays_apart(layer: LoraLinear) -> bool:
 
 
 class FoldedPolicy:
-    """Holds `model`, a plain causal model that equals base + adapter as of the last `sync`; without an adapter the policy itself.
-
-    With `fold` the adapter is folded into 16-bit weights too, so that the model has the base's layers only.
-    """
+    """Holds `model`, a plain causal model that equals base + adapter as of the last `sync`; `fold` folds 16-bit weights too."""
 
     def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
         self._fold = fold

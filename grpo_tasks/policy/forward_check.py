@@ -50,10 +50,7 @@ _GROWTH = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class CheckRows:
-    """Two prompts with two completions each, of unequal lengths: what leaks from one row to the next, or from padding, shows.
-
-    A microbatch of the stage may hold a single completion, whose packed row is an ordinary sequence.
-    """
+    """Two prompts with two completions each, of unequal lengths: what leaks from one row to the next, or from padding, shows."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -119,10 +116,7 @@ class ForwardScores:
         return cls(logps, entropies)
 
     def difference(self, truth: "ForwardScores") -> float:
-        """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans.
-
-        The worst completion counts, because what leaks may change a few tokens only. A sum would drown them.
-        """
+        """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans."""
         worst = 0.0
         for found, wanted in ((self.logps, truth.logps), (self.entropies, truth.entropies)):
             size = max(1.0, torch.cat(wanted).abs().mean().item())
@@ -133,10 +127,7 @@ class ForwardScores:
 
 
 def fault_of(difference: float, dtype: str, shift: float = math.inf) -> str | None:
-    """What is wrong with numbers that differ so much from the truth; None if rounding in this precision explains it.
-
-    `shift` is what `shaken_adapter` gave: 0 without an adapter.
-    """
+    """What is wrong with numbers that differ so much from the truth; None if rounding explains it."""
     if math.isnan(difference):
         # `no_mask` is nan (attention/shared_prompt.py).
         return "one of its layers does not pass the prompt on"

@@ -275,10 +275,7 @@ Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor
 """A function of one number, and its gradient: (gradient of the result, argument) -> gradient of the argument."""
 ACTIVATIONS: dict[str, Activation] = {
     "silu": (functional.silu, _silu_backward),
-    "gelu_tanh": (
-        lambda x: functional.gelu(x, approximate="tanh"),
-        lambda grad, x: _gelu_backward(grad, x, approximate="tanh"),
-    ),
+    "gelu_tanh": (lambda x: functional.gelu(x, approximate="tanh"), lambda grad, x: _gelu_backward(grad, x, approximate="tanh")),
 }
 _ACTIVATION_OF = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 

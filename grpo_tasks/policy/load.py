@@ -1,7 +1,4 @@
-"""Load a model and its tokenizer from a `ModelRef`, with or without an adapter, and save what was trained.
-
-Safetensors only and no remote code: downloaded weights are data and never run as programs.
-"""
+"""Load a model and its tokenizer, and save what was trained. Safetensors only and no remote code: weights are never run."""
 
 import copy
 import ctypes
@@ -87,8 +84,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the base weights: pads on the left and has a pad token. ModelError where it cannot be loaded.
 
-    The added tokens of `config` are added to the tokenizer of its own model only: a merged model or the champion has those that
-    it was saved with. `template` has the variables of the chat template, `rollout.chat_template_kwargs`.
+    The added tokens of `config` belong to its own model only: models made from it have those that they were saved with.
     """
     with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
@@ -107,10 +103,7 @@ def adds_tokens(ref: ModelRef, config: ModelConfig) -> bool:
 
 
 def loading_dtype(ref: ModelRef, config: ModelConfig) -> str:
-    """The precision that base weights are loaded in: model.dtype, or as they were saved where that would lose what was learned.
-
-    A stage trained in full, a merged model and the champion hold what was learned in their weights.
-    """
+    """The precision of the base weights: model.dtype, or as they were saved where that would round away what they learned."""
     learned = ref.sha256 is not None and ref.adapter is None
     return (rounds(config.dtype, Path(resolve(ref.path))) if learned else None) or config.dtype
 
@@ -124,10 +117,9 @@ def load_base(
     quantize: bool = False,
     token_seed: int = 0,
 ) -> PreTrainedModel:
-    """The base model in eval mode, without gradients and without the adapter of `ref`; `dtype` overrides `loading_dtype`.
+    """The base model in eval mode, without gradients; ModelError where it cannot be loaded. `dtype` overrides `loading_dtype`.
 
-    `token_seed`, the seed of the run, decides the initial embeddings of added tokens. An adapter brings its own, so it has no
-    influence on base + adapter. ModelError where the weights cannot be loaded.
+    `token_seed`, the seed of the run, decides the initial embeddings of added tokens; an adapter brings its own.
     """
     model = _from_files(ref, config, device, dtype=dtype or loading_dtype(ref, config), quantize=quantize)
     if adds_tokens(ref, config):
@@ -185,10 +177,7 @@ def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dty
 def load_policy(
     ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None, token_seed: int = 0
 ) -> CausalLM:
-    """The base model with the adapter of `ref`, if it has one, for sampling and comparing.
-
-    ModelError where either cannot be loaded.
-    """
+    """The base model with the adapter of `ref`, if it has one, for sampling and comparing."""
     base = load_base(ref, config, device=device, dtype=dtype, token_seed=token_seed)
     return base if ref.adapter is None else _over(base, ref.adapter).eval()
 
@@ -219,8 +208,7 @@ def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -
 def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int, token_seed: int = 0) -> CausalLM:
     """The policy that a stage trains: with the adapter of the previous stage, or a new one whose weights `seed` decides.
 
-    With `config.lora` null all weights are trained. Trainable weights are float32 whatever the base's precision: many updates are
-    too small to change a bfloat16 weight. ModelError where weights or adapter cannot be loaded.
+    Trained weights are float32 whatever the base's precision: many updates are too small to change a bfloat16 weight.
     """
     base = load_base(ref, config, device=device, quantize=True, token_seed=token_seed)
     if config.lora is not None and ref.adapter is not None:
@@ -271,10 +259,7 @@ def compile_layers(model: CausalLM) -> None:
 
 
 def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
-    """The trained weights by name, gathered from all processes; None where each process holds the complete model.
-
-    Collective: with sharded weights every process has to call it.
-    """
+    """The trained weights, gathered from all processes, which all call this; None where each holds the complete model."""
     if not is_sharded(model):
         return None
     return {name: gather_shards(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -283,10 +268,7 @@ def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
 def save_trained(
     model: CausalLM, tokenizer: PreTrainedTokenizerBase, directory: Path, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights: the adapter alone, or after full fine-tuning the complete model with its tokenizer.
-
-    `weights` are those of `trained_weights`; None takes the model's own.
-    """
+    """Write the trained weights, from `trained_weights` or the model: the adapter, or the complete model with tokenizer."""
     if isinstance(model, PeftModel):
         # peft would add all embeddings of a model with more tokens than its files; the trained rows are in the adapter.
         embeddings = False if trains_rows(model) else "auto"
@@ -326,10 +308,7 @@ def generation_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, sampling:
 
 
 def order_modules(file: Path) -> None:
-    """Sort the layer names in adapter_config.json.
-
-    peft writes them in the order of a set, which differs between processes, so the same adapter would have different bytes.
-    """
+    """Sort the layer names in adapter_config.json, whose order differs between processes: one adapter has one form in bytes."""
     config = json.loads(file.read_text(encoding="utf-8"))
     for name in ("target_modules", "target_parameters", "exclude_modules"):
         if isinstance(config.get(name), list):

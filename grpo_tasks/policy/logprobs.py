@@ -58,10 +58,7 @@ def completion_logprobs(
 ) -> TokenScores:
     """Score every token of N completions of P prompts, at the temperature at which they were sampled.
 
-    On request gradients flow through the entropies too, and the tokens that the model ranks first are found.
-
-    Raises:
-        UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
+    UnsupportedError where the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
     packed = batch.packed
     # The plain layout computes every completion token; the packed one may compute one for several completions.

@@ -69,10 +69,7 @@ def sampling_copy(policy: CausalLM, *, fold: bool = False) -> "FoldedPolicy | Ga
 
 
 class GatheredPolicy:
-    """Holds `model`, a complete plain causal model that equals the sharded policy as of the last `sync`, as `FoldedPolicy` does.
-
-    Decoding with sharded weights would gather each layer for each token; this copy costs the memory of one model instead.
-    """
+    """Holds `model`, a complete plain copy of the sharded policy as of the last `sync`: decoding would gather every layer."""
 
     def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
         base: Any = causal_model(policy)

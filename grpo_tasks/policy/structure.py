@@ -57,8 +57,7 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
 def check_positions(model: PreTrainedModel, longest: int) -> str:
     """A warning where the longest prompt and completion together have positions that the model was not trained on; else empty.
 
-    Raises:
-        ConfigError: the model has a table of positions, and it is shorter; or its angles change beyond some length.
+    ConfigError where the model has a table of positions, and it is shorter; or where its angles change beyond some length.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

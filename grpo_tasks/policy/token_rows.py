@@ -52,10 +52,7 @@ def widen(
 
 
 def row_targets(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]] | None:
-    """peft's `trainable_token_indices`: the rows to train by the name of their layer; None without added tokens.
-
-    ModelError where the output layer has a bias, which peft leaves out.
-    """
+    """The rows to train by the name of their layer, for peft. ModelError where the output layer has a bias."""
     if not ids:
         return None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -119,10 +119,7 @@ def rename_keys(folder: Path, start: str | None) -> None:
 
 
 def likely_namings(folder: Path, served: str | None) -> list[str | None]:
-    """`NAMINGS`, those first under which most weights of a folder have the names of a server's model.
-
-    `served` is the folder of that model, or the name that the server gives for it.
-    """
+    """`NAMINGS`, those first under which most weights of a folder have names of the served model (a folder, or a name)."""
     theirs = _layers(Path(served)) if served else set()
     ours = {key for file in folder.glob("*.safetensors") for key in _keys(file)}
     return sorted(NAMINGS, key=lambda start: len({_layer(_renamed(key, start)) for key in ours} - theirs))

@@ -26,10 +26,7 @@ from grpo_tasks.policy.batch import moved
 
 
 class DecodingCache:
-    """One copy of each prompt's keys and values, layer by layer, and those of the new tokens of every row.
-
-    Behind the `lengths` of the contexts lies padding. UnsupportedError where layers differ in their number of key heads.
-    """
+    """One copy of each prompt's keys and values, padded behind `lengths`, and those of the new tokens of every row."""
 
     def __init__(
         self,

@@ -35,11 +35,7 @@ EAGER_STEPS = 3
 
 
 def uniform_numbers(seeds: Sequence[int], length: int, *, device: torch.device) -> Float[Tensor, "N L"]:
-    """`length` uniform numbers in [0, 1) for each seed, float64, the same on every device.
-
-    Philox is a counter-based generator (Salmon et al. 2011, doi:10.1145/2063384.2063405): neighbouring seeds give independent
-    streams.
-    """
+    """`length` uniform numbers in [0, 1) per seed, float64, the same on every device (Philox, doi:10.1145/2063384.2063405)."""
     rows = [np.random.Generator(np.random.Philox(key=seed)).random(length) for seed in seeds]
     return moved(torch.from_numpy(np.stack(rows)), device)
 
@@ -56,10 +52,7 @@ class Drawn:
 
 
 def sample_tokens(
-    logits: Float[Tensor, "N V"],
-    uniform: Float[Tensor, " N"],
-    sampling: Sampling,
-    seen: Bool[Tensor, "N V"] | None = None,
+    logits: Float[Tensor, "N V"], uniform: Float[Tensor, " N"], sampling: Sampling, seen: Bool[Tensor, "N V"] | None = None
 ) -> Drawn:
     """Sample a token per row by a number in [0, 1) of its own; temperature 0 takes the most likely token.
 
@@ -227,10 +220,7 @@ MakeState = Callable[[CausalLM, TokenBatch], DecodingState]
 
 
 class DecodingLoop:
-    """One batch of requests.
-
-    `alive` has the row and the request of each unfinished completion. Other rows are decoded too, and nobody reads them.
-    """
+    """One batch of requests; `alive` has the row and the request of each unfinished one, and nobody reads the other rows."""
 
     def __init__(
         self,

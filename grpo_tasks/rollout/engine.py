@@ -110,10 +110,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample. Its seed is its own, so the result does not depend on the batch it is sampled in.
-
-    The seeds of a group are consecutive numbers, because vLLM seeds the n completions of a request so.
-    """
+    """One completion to sample, with a seed of its own. Those of a group are consecutive, because vLLM seeds n completions so."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -132,10 +129,7 @@ class EngineReport:
 
     @classmethod
     def of_ranks(cls, reports: "Sequence[EngineReport]") -> "EngineReport":
-        """One report for the engines of all ranks, which have a queue each and the same servers.
-
-        What several ranks report in the same words is reported once.
-        """
+        """One report for the engines of all ranks, which have a queue each and the same servers."""
         figures: dict[str, float] = {}
         for name in dict.fromkeys(name for report in reports for name in report.figures):
             values = [report.figures[name] for report in reports if name in report.figures]

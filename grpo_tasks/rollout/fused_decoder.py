@@ -41,10 +41,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """Projections of one input as one product.
-
-    Where an adapter stays apart, the rows of its A follow those of the weights: the product then gives A x as well.
-    """
+    """Projections of one input as one product; where an adapter stays apart, the rows of its A follow those of the weights."""
 
     weight: Float[Tensor, "rows in"]
     bias: Float[Tensor, " rows"] | None
@@ -86,10 +83,9 @@ class _Residual:
 class FusedDecoder:
     """Decodes with the weights of `model`, a plain model that is not being trained; UnsupportedError where it has another shape.
 
-    The model's projection weights become views of the fused weights, so later writes into the model, such as those of a `sync`,
-    take effect here as well. Where another model has the same weights, as the trained base has those of a copy, they exist twice
-    from then on: those of queries, keys, values, gate and up. `grpo plan` counts them. `windows` says how many tokens a query of
-    each layer sees, itself included; None for all.
+    Its projections become views of the fused weights, so later writes into them, such as those of a `sync`, take effect here as
+    well. Where another model has the same weights, as the trained base has those of a copy, they exist twice from then on (`grpo
+    plan` counts them). `windows` says how many tokens a query of each layer sees; None for all.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Mapping[int, int | None]) -> None:
@@ -178,10 +174,7 @@ def _layer(layer: Any, window: int | None) -> _Layer:
 
 
 def _fuse(linears: list[nn.Module], *, room: int = 0) -> _Stacked:
-    """Stack the weights of projections of one input, and make the projections views of them where `sync` writes.
-
-    The product begins with `room` zeros, into which later results can be written.
-    """
+    """Stack the weights of projections of one input, which become views of it, behind `room` zeros to write results to."""
     layers = [_linear(linear) for linear in linears]
     apart = [layer for layer in layers if isinstance(layer, LowRankLinear)]
     # Linear weights are [out, in], so stacking them along the first axis stacks the outputs.

@@ -36,11 +36,7 @@ from schemas.errors import ModelError, Notice
 
 
 class LocalEngine(RolloutEngine):
-    """Samples in this process from a copy of `policy` with its adapter folded in.
-
-    The three ways to be faster are those of section `resources`. ModelError where the weights are sharded and no way of decoding
-    agrees with the model's own forward pass.
-    """
+    """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`."""
 
     @classmethod
     def of(cls, policy: CausalLM, tokenizer: PreTrainedTokenizerBase, resources: ResourcesConfig) -> "LocalEngine":
@@ -79,12 +75,7 @@ class LocalEngine(RolloutEngine):
             self._folded.sync()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order; see `RolloutEngine`.
-
-        Raises:
-            ConfigError: the model has no positions for the longest prompt with its completion.
-            ModelError: no way of decoding samples from the model.
-        """
+        """One completion per request, in order; ConfigError where the model has too few positions."""
         reach = [len(one.prompt_ids) + (one.max_tokens or sampling.max_completion_length) for one in requests]
         check_positions(causal_model(self._model), max(reach, default=0))
         if self._make_state is None:

@@ -27,12 +27,7 @@ from schemas.prompts import GREEDY, PromptRow
 
 
 def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
-    """The columns of schemas/tables.py Samples and `token_ids`; `directory` gets the logs of rollout servers.
-
-    Raises:
-        ModelError: the model cannot be loaded.
-        RolloutError: a server fails.
-    """
+    """The columns of schemas/tables.py Samples and `token_ids`; `directory` gets the logs of rollout servers."""
     log = directory / "environments.log"
     with player(spec.interaction, spec.ref, spec.model, spec.rollout, completion=spec.completion, log=log) as found:
         values = spec.rollout.chat_template_kwargs
@@ -68,14 +63,9 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
 def model_servers(
     config: VllmConfig, served: ServerModel, directory: Path, *, running: bool, write: Callable[[Path], None] | None
 ) -> Iterator[list[VllmServer]]:
-    """Servers of a model: those of `base_urls`, or some that are started here.
+    """Servers of a model: those of `base_urls`, if they are `running` it, or some that are started here with logs in `directory`.
 
-    Args:
-        config: settings of the servers.
-        served: the model.
-        directory: receives their logs.
-        running: those of `base_urls` serve it.
-        write: writes the model into a folder, where its files lack the rows of added tokens; None: the files are complete.
+    `write` writes the model into a folder, where its files lack the rows of added tokens; None: the files are complete.
     """
     if running:
         yield existing_servers(config, adapters=served.max_lora_rank is not None)

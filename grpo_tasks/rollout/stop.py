@@ -31,11 +31,7 @@ class StopRule:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], sampling: Sampling) -> "StopRule":
-        """The rule of a sampling; `end_ids` are the tokens that end a turn.
-
-        Raises:
-            ConfigError: stop_token_ids names a token that the tokenizer does not have.
-        """
+        """The rule of a sampling; ConfigError where stop_token_ids names a token that the tokenizer does not have."""
         return cls(tokenizer, end_ids | stop_token_ids(tokenizer, sampling.stop_token_ids), sampling)
 
     @property

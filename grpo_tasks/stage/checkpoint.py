@@ -53,8 +53,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of update `step` under `folder` and delete all but the newest `keep`.
 
-    `extra` is JSON of the caller (adaptive weights, counters). The checkpoint gets its name only when it is complete. All ranks
-    call this, because weights may be sharded over them, and one rank writes. Shards are gathered first: a stage can resume with
+    `extra` is JSON of the caller. All ranks call this, and one writes: shards are gathered first, so a stage can resume with
     another number of ranks.
     """
     weights = trained_weights(state.model)

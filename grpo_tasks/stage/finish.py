@@ -52,13 +52,7 @@ def best_step(journal: Journal, last: int) -> int | None:
 
 
 def finished(
-    directory: StageDir,
-    spec: StageSpec,
-    journal: Journal,
-    counters: Counters,
-    *,
-    stopped: str,
-    best_step: int | None = None,
+    directory: StageDir, spec: StageSpec, journal: Journal, counters: Counters, *, stopped: str, best_step: int | None = None
 ) -> StageResult:
     """The result of a stage whose trained weights are written; `best_step` is None where they are the last ones."""
     adapter, step = spec.model.lora is not None, counters.step

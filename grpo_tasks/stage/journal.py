@@ -160,10 +160,7 @@ class JsonLinesTail:
     _offset: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The complete lines written since the last call; none while there is no file. TrainingError as `read_lines`.
-
-        A file that is shorter than at the last call is another one, because the stage started again. It is read from its start.
-        """
+        """The complete lines written since the last call; a file that has become shorter is read from its start."""
         if self.path.exists() and self.path.stat().st_size < self._offset:
             self._offset = 0
         lines, self._offset = read_lines(self.path, self.keys, self._offset)

@@ -37,10 +37,7 @@ class PromptChoice:
 
 
 def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> PromptChoice:
-    """Divide the training prompts (schemas/tables.py Prompts) by their pass rates (PassRates) in this stage.
-
-    Both bounds of `keep_pass_rate` are inclusive; without it all prompts are kept.
-    """
+    """Divide the training prompts by their pass rates in this stage; both bounds of `keep_pass_rate` are inclusive."""
     known = rates.filter(pl.col("stage") == stage.name).drop("stage", "samples").unique("prompt_id", maintain_order=True)
     table = read_table(train).join(known, on="prompt_id", how="left", maintain_order="left")
     low, high = stage.keep_pass_rate or (0.0, 1.0)
@@ -71,10 +68,7 @@ def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Prom
 
 
 def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | None = None) -> None:
-    """DataError for a choice by `keep_pass_rate` that leaves too few prompts.
-
-    Without `min_prompts` those of one rollout are needed, or all prompts if these are fewer.
-    """
+    """DataError for a choice by `keep_pass_rate` that leaves fewer prompts than a rollout needs, or than `min_prompts`."""
     fewest = min_prompts if min_prompts is not None else min(stage.prompts_per_rollout, counts.prompts)
     if stage.keep_pass_rate is None or counts.kept >= fewest:
         return
@@ -87,10 +81,7 @@ def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | 
 
 
 def pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> float | None:
-    """Mean over the prompts of the chance that at least one of `num_generations` completions solves it.
-
-    By the pass rates of this stage (schemas/tables.py PassRates); None where no prompt has a measured one.
-    """
+    """Chance that at least one of `num_generations` completions solves a prompt, their mean; None without measured pass rates."""
     known = rates.filter((pl.col("stage") == stage.name) & pl.col("pass_rate").is_not_null() & (pl.col("samples") > 0))
     size, chances = stage.num_generations, list[float]()
     for rate, samples in known.select("pass_rate", "samples").rows():
@@ -102,11 +93,7 @@ def pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> float | None:
 
 
 def require_pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> None:
-    """DataError for a stage whose policy solves too few prompts.
-
-    GRPO strengthens what a policy already does. Where none of the G completions of a prompt is right, the group is dead. pass@G
-    over the training prompts says how many groups can be alive at all.
-    """
+    """DataError for a stage whose policy solves too few prompts: groups without a right completion are dead."""
     limit, found = stage.min_pass_at_group, pass_at_group(rates, stage)
     if limit is None or (found is not None and found >= limit):
         return

@@ -33,10 +33,7 @@ class Lag:
 
 
 def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: int, same_seed: bool) -> Lag | None:
-    """Compare a run with the others at an update; None if it does not lag, or if fewer than `min_siblings` were evaluated at it.
-
-    Runs of another family, or with the very same stage, do not count.
-    """
+    """Compare a run with at least `min_siblings` others of its family at an update; None if it does not lag."""
     # By key: runs that differ in a later stage only share this one, and it counts once.
     known = {curve.key: curve for curve in others if curve.family == own.family and curve.key != own.key}
     comparable = [curve for curve in known.values() if curve.seed == own.seed or not same_seed]

@@ -28,12 +28,8 @@ def run_stage(
     """Train the stage in `directory`, from its last checkpoint if there is one; a finished stage is only read.
 
     A child process trains: its memory is returned when it ends, and a crash cannot take the caller along. `tick` is called a few
-    times a second meanwhile, for example to follow the journal. `in_process` trains in this process, which a debugger or a
-    notebook can interrupt.
-
-    Raises:
-        UserError: the stage cannot be trained; the same error from a child process and from this one.
-        ConfigError: the directory holds a stage with another key.
+    times a second meanwhile. `in_process` trains in this process, for a debugger or a notebook. UserError where the stage cannot
+    be trained, and ConfigError where the directory holds one with another key.
     """
     stage_dir = StageDir(directory.resolve())
     stage_dir.root.mkdir(parents=True, exist_ok=True)

@@ -72,10 +72,7 @@ class Watch:
     """The last update whose evaluation was compared with the other runs of a sweep."""
 
     def decide(self, step: int, fault: NotFiniteError | None = None, *, resumable: bool = True) -> Verdict:
-        """The verdict after update `step`, whose line is in the journal; `fault` says why the update was refused.
-
-        A stage that is out of time stops only where it is resumable.
-        """
+        """The verdict after update `step`, which is in the journal; a stage that is out of time stops only where resumable."""
         trouble = self._trouble(step, fault)
         return trouble if trouble is not None else self.ending(step, resumable=resumable)
 

@@ -67,10 +67,7 @@ class TurnTokens:
         return self._encode(self._render([self._safe(message) for message in messages], opened=True))
 
     def after(self, before: Sequence[Message], turn: Message, answers: Sequence[Message], *, closed: bool) -> list[int]:
-        """Token ids between two turns of the policy: the end of the first one if it is missing, the answers, the next opening.
-
-        `before` has all messages before the first turn. It is `closed` if the policy wrote its end.
-        """
+        """Token ids between two turns of the policy: the end of the first one unless it is closed, answers, next opening."""
         history = [self._safe(message) for message in before]
         said = [self._safe(message) for message in answers]
         plain = {"role": "assistant", "content": PLACEHOLDER}
@@ -314,10 +311,7 @@ def _prompt(row: PromptRow, opening: Opening) -> list[Mapping[str, Any]]:
 
 
 def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
-    """The policy's turn as its environment reads it: markers of calls included, without the end of the turn.
-
-    Without the stop string where `include_stop_str_in_output` is off, as completions of one turn have it.
-    """
+    """The policy's turn as its environment reads it: with markers of calls, without its end or an excluded stop string."""
     if sampling.stop and not sampling.include_stop_str_in_output:
         # The searched text may lack special tokens; its end, from the stop string on, is that of the whole text.
         stopped = StopRule(tokenizer, frozenset(), sampling).stopped_text(drawn.token_ids)

@@ -28,11 +28,7 @@ def player(
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> Iterator[Player | None]:
-    """What plays the conversations of a rollout; None where completions are one turn each.
-
-    No call counts inside the tags around the policy's reasoning, which `completion` names. `log` receives what tools and
-    environments print. UserError where one of them cannot be loaded.
-    """
+    """What plays the conversations of a rollout; None where completions are one turn each."""
     if not config.active:
         yield None
         return
@@ -57,10 +53,7 @@ def player(
 
 
 def opened_reasoning(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) -> str | None:
-    """The tag of the reasoning block that the chat template opens at the beginning of the policy's turn; None if there is none.
-
-    What the policy writes first is then reasoning, though its turn has no opening tag.
-    """
+    """The tag of the reasoning block that the chat template opens for the policy's turn; None if there is none."""
     if not tokenizer.chat_template:
         return None
     try:
