@@ -38,7 +38,7 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
 
 @contextmanager
 def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
-    ref, model, config = spec.ref, spec.model, spec.rollout.vllm.model_copy(update={"sleep": False})
+    ref, model, config = spec.ref, spec.model, spec.rollout.vllm
     device, adapter, write = pick_device(spec.resources), ref.adapter, None
     if spec.rollout.engine == "local":
         yield LocalEngine.of(load_policy(ref, model, device=device, token_seed=spec.seed), tokenizer, spec.resources)
@@ -51,7 +51,8 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
     running = bool(config.base_urls) and ref.path == model.path
     with model_servers(config, served, directory, running=running, write=write) as servers:
         eos = generation_eos(resolve(ref.path), ref.revision)
-        sampler = VllmSampler(tokenizer, eos, config, servers, adapter, scratch=directory / "served-adapter")
+        awake = config.model_copy(update={"sleep": False})
+        sampler = VllmSampler(tokenizer, eos, awake, servers, adapter, scratch=directory / "served-adapter")
         try:
             sampler.sync()
             yield sampler

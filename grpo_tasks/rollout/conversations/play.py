@@ -123,10 +123,10 @@ class TurnTokens:
                 continue
             # Its characters as ordinary tokens.
             marker = self._markers[ord(part) - _FIRST]
-            text = self._tokens(marker, split_special_tokens=True)
-            if self._special_ids.intersection(text):
-                text = [token for character in marker for token in self._tokens(character)]
-            ids += [token for token in text if token not in self._special_ids]
+            plain = self._tokens(marker, split_special_tokens=True)
+            if self._special_ids.intersection(plain):
+                plain = [token for character in marker for token in self._tokens(character)]
+            ids += [token for token in plain if token not in self._special_ids]
         return ids
 
     def _tokens(self, text: str, **settings: bool) -> list[int]:
