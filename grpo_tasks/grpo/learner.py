@@ -164,7 +164,15 @@ class Learner:
 
     def _step(self, figures: UpdateFigures) -> None:
         """Sum the gradients over the ranks, clip them and make the optimizer step; no step when something is wrong."""
-        self._check_sampler(figures)
+        limit = self.stage.max_sampling_logp_difference
+        difference = 0.0 if limit is None or figures.mismatch is None else figures.mismatch / figures.tokens
+        if limit is not None and difference > limit:
+            raise TrainingError(
+                f"sampler and trainer differ by {difference:.3g} nats a token, more than {limit}",
+                place=f"stage {self.stage.name}",
+                fix="the completions come from other weights or another tokenizer: check that the rollout engine loads the "
+                "policy's weights, or raise max_sampling_logp_difference",
+            )
         if not math.isfinite(figures.loss):
             self._refuse(figures)
         for parameter in self._trained:
@@ -193,19 +201,6 @@ class Learner:
             self.optimizer.step()
         else:
             self._refuse(figures)
-
-    def _check_sampler(self, figures: UpdateFigures) -> None:
-        limit = self.stage.max_sampling_logp_difference
-        if limit is None or figures.mismatch is None:
-            return
-        difference = figures.mismatch / figures.tokens
-        if difference > limit:
-            raise TrainingError(
-                f"sampler and trainer differ by {difference:.3g} nats a token, more than {limit}",
-                place=f"stage {self.stage.name}",
-                fix="the completions come from other weights or another tokenizer: check that the rollout engine loads the "
-                "policy's weights, or raise max_sampling_logp_difference",
-            )
 
     def _refuse(self, figures: UpdateFigures) -> NoReturn:
         raise NotFiniteError(

@@ -59,8 +59,9 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     # The C library keeps freed memory: an update allocates the same blocks again and again, and fetching them from the kernel
     # page by page takes a fifth of its time on a CPU.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) if mallopt is not None else ():
-        mallopt(option, 2**31 - 1)
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, 2**31 - 1)
     if resources.device != "auto":
         return torch.device(resources.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -76,7 +76,11 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
             )
     if limit is None or longest <= limit:
         return ""
-    if has_position_table(model, limit):
+    tokens = model.get_input_embeddings()
+    # Positions may be looked up in a table, learned (GPT-2, OPT) or computed once (GPT-J); rotary models have none.
+    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    computed = [len(buffer) for name, buffer in model.named_buffers() if "pos" in name and buffer.ndim == 2]
+    if any(limit <= rows <= limit + OFFSET for rows in [*learned, *computed]):
         raise ConfigError(
             f"{reach}, and the model has a table of {limit:,} positions",
             place="validation.max_prompt_length, rollout.max_completion_length",
@@ -91,14 +95,6 @@ def angles_depend_on_length(model: PreTrainedModel) -> bool:
     # Where layers differ, each kind of layer has a type of its own.
     found = {kind for each in kinds for kind in (each.values() if isinstance(each, Mapping) else [each])}
     return not found.isdisjoint({"dynamic", "longrope"})
-
-
-def has_position_table(model: PreTrainedModel, limit: int) -> bool:
-    """True if the model looks positions up in a table, learned (GPT-2, OPT) or computed once (GPT-J); rotary ones have none."""
-    tokens = model.get_input_embeddings()
-    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
-    computed = [len(buffer) for name, buffer in model.named_buffers() if "pos" in name and buffer.ndim == 2]
-    return any(limit <= rows <= limit + OFFSET for rows in [*learned, *computed])
 
 
 def main(directory: Path) -> None:
