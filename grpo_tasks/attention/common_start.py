@@ -16,12 +16,10 @@ MAX_LEVELS = 32
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Completions that continue one stem."""
+    """Completions, by their indices, that continue one stem: `start` tokens that all of them begin with belong to it."""
 
     start: int
-    """Tokens that all of them begin with, and that belong to the stem."""
     members: Sequence[int]
-    """Their indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,7 @@ class _Division:
 
 
 def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[Branch]:
-    """The division of the completions of one prompt with which the fewest tokens are computed.
-
-    Args:
-        prompt_tokens: tokens of the prompt; each branch computes them.
-        completions: token ids of each completion; at least one.
-    """
+    """The division of the completions of one prompt with which the fewest tokens are computed; each branch repeats the prompt."""
     # The last token predicts nothing, so it is not computed and need not be shared.
     texts = [list(completion[:-1]) for completion in completions]
     order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -57,7 +50,12 @@ def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[B
         ways = _parts(ordered, places, start) if level < MAX_LEVELS else []
 
         def best(depth: int | None) -> _Division:
-            found = [_joined([divided(part, depth, level + 1) for part in parts]) for parts in ways]
+            found = []
+            for parts in ways:
+                each = [divided(part, depth, level + 1) for part in parts]
+                inside = [branch for division in each for branch in division.branches]
+                above = [member for division in each for member in division.above]
+                found.append(_Division(sum(division.tokens for division in each), inside, above))
             return min(found, key=lambda division: division.tokens)
 
         def below(depth: int) -> _Division:
@@ -90,14 +88,6 @@ def _parts(ordered: Sequence[Sequence[int]], places: tuple[int, ...], start: int
         [short + part if number == chosen else part for number, part in enumerate(parts)]
         for chosen in range(len(parts) if short else 1)
     ]
-
-
-def _joined(divisions: Sequence[_Division]) -> _Division:
-    return _Division(
-        sum(division.tokens for division in divisions),
-        [branch for division in divisions for branch in division.branches],
-        [member for division in divisions for member in division.above],
-    )
 
 
 def _common_start(ordered: Sequence[Sequence[int]]) -> int:

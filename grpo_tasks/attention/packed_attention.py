@@ -25,10 +25,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class PackedAttention:
     """What a forward pass over a packed row receives as `shared_prompt=`; see `SharedPrompt`.
 
-    Args:
-        row: what stands where in the row.
-        predicting: places of the tokens whose hidden state is read after the last layer.
-        last_layer: its index.
+    `predicting` has the places of the tokens whose hidden state is read after the last layer, whose index is `last_layer`.
     """
 
     def __init__(self, row: PackedRow, predicting: Int[Tensor, " R"], last_layer: int) -> None:
@@ -49,7 +46,11 @@ class PackedAttention:
         window: int | None = None,
     ) -> Float[Tensor, "1 H L _"]:
         """See `SharedPrompt`."""
-        query, key, value = _in_one_dtype(query, key, value)
+        device = query.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            # Autocast casts for the kernels that it knows, and those here are called below it. With float32 weights the values
+            # have 16 bits then, as linear layers return them, and queries and keys have 32 after their rotation.
+            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
         depth = value.shape[-1]
         if depth < query.shape[-1]:
             # Multi-head latent attention (DeepSeek) has narrower values; the kernels want heads of one width.
@@ -59,7 +60,7 @@ class PackedAttention:
             if self._sequences is None:
                 self._sequences = Sequences.of(self.row)
             attended: Tensor = VarlenAttention.apply(query, key, value, self._sequences, kernel, scale, window)
-        elif query.device.type == "cpu":
+        elif device == "cpu":
             last = layer == self.last_layer
             if (window, last) not in self._masks:
                 self._masks[window, last] = Masks.of(self.row, window, query, tails=last)
@@ -68,18 +69,6 @@ class PackedAttention:
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
         return attended[..., :depth]
-
-
-def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as a kernel needs them. Autocast casts for the kernels that it knows, and those here are called below it.
-
-    With float32 weights under autocast the values have 16 bits, as linear layers return them, and queries and keys have 32 after
-    their rotation.
-    """
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-    return list(tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +250,7 @@ def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: float, window: int | None) -> Tensor:
-    """Attention [1, H, L, D] on any device, over keys gathered as [prompt | own] for every completion.
-
-    It materialises a mask, and G copies of every prompt's keys, so it is the way of devices that have no better one.
-    """
+    """Attention [1, H, L, D] on any device: it materialises a mask, and G copies of every prompt's keys."""
     attend = torch.nn.functional.scaled_dot_product_attention
     times = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))

@@ -19,14 +19,7 @@ from grpo_tasks.attention.shared_prompt import PromptGroups
 
 
 class Spans:
-    """Equally many slots for each of R spans of the row; a short span leaves its last slots empty.
-
-    Args:
-        start: where the first span begins in the row.
-        lengths: tokens of each span, at least one.
-        device: where the index tensors are placed.
-        gaps: tokens of the row between a span and the one before it, or `start` for the first; none by default.
-    """
+    """Equally many slots for each of R spans of the row, before which `gaps` lie; short spans leave their last slots empty."""
 
     def __init__(self, start: int, lengths: Sequence[int], device: torch.device, gaps: Sequence[int] | None = None) -> None:
         self.lengths, self.width, self.start = list(lengths), max(lengths), start
@@ -75,13 +68,8 @@ class Spans:
 class PackedRow:
     """Which token of the row belongs to which prompt or completion. All of it is known on the host.
 
-    Args:
-        prompt_lengths: tokens of each prompt.
-        own_lengths: tokens of each completion in the row; 0 for a completion that has none there.
-        prompt_of: the prompt of each completion.
-        device: where index tensors are placed.
-        tail_lengths: tokens at the end of each prompt, at least one, of which alone a hidden state is read after the last layer;
-            all by default.
+    A completion may have no own tokens in the row. Of a prompt a hidden state is read after the last layer only for the tokens of
+    its tail, at least one; all by default.
     """
 
     def __init__(

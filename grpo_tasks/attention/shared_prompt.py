@@ -38,26 +38,15 @@ class SharedPrompt(Protocol):
         scale: float,
         window: int | None = None,
     ) -> Float[Tensor, "N H T _"]:
-        """Attention of new tokens to their prompt and to each other.
+        """Attention of new tokens to their prompt and to each other in a decoder layer.
 
-        Args:
-            layer: index of the decoder layer.
-            query: queries of the new tokens, rotated to their positions.
-            key: their keys, rotated; K divides H (grouped-query attention).
-            value: their values.
-            scale: factor of the attention scores, usually D ** -0.5.
-            window: how many tokens a query sees, itself included; None for all.
-
-        Raises:
-            UnsupportedError: the window is not supported.
+        Queries and keys are rotated to their positions; K divides H (grouped-query attention). `scale` is the factor of the
+        scores, usually D ** -0.5, and `window` how many tokens a query sees, itself included; None for all.
         """
 
 
 def use_shared_prompts(model: PreTrainedModel) -> None:
-    """Let the model attend through the `shared_prompt` that its forward pass receives, and as before without one.
-
-    It stays so: with gradient checkpointing the layers run again in the backward pass, outside of any `with` block.
-    """
+    """Let the model attend through the `shared_prompt` that its forward pass receives, from now on, and as before without one."""
     model.config._attn_implementation = NAME
 
 
@@ -130,12 +119,7 @@ class PromptGroups:
         self.slots = None if dense else slots
 
     def fold(self, rows: Shaped[Tensor, "N H T D"], heads: int) -> Shaped[Tensor, "P K M D"]:
-        """Place the rows of a group, and the query heads that share a key head, side by side: M = width (H / K) T.
-
-        Args:
-            rows: N rows with H heads.
-            heads: K, the number of key heads.
-        """
+        """Place the rows of a group, and the query heads that share one of K key heads, side by side: M = width (H / K) T."""
         if self.slots is not None:
             padded = rows.new_zeros(self.num_prompts * self.width, *rows.shape[1:])
             rows = padded.index_copy(0, self.slots, rows)

@@ -8,8 +8,7 @@ for one layer and are gathered again in the backward pass, so what is saved is t
 log-sum-exp. The kernels are those behind torch's own attention. The indices are tested without a GPU; the kernels need one.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -147,23 +146,14 @@ class VarlenAttention(torch.autograd.Function):
         sequences, kernel, scale, window = ctx.rest
         keys, values = sequences.gather(k), sequences.gather(v)
         given = grad[0].transpose(0, 1).contiguous(), q[0].transpose(0, 1), keys, values, out, tuple(kept)
-        with _strictly_deterministic():
+        wished, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        # Where deterministic kernels are wished for, insist: both kernels then add up gradients in a fixed order, otherwise not.
+        torch.use_deterministic_algorithms(wished)
+        try:
             dq, dk, dv = kernel.backward(*given, sequences, scale, window)
+        finally:
+            torch.use_deterministic_algorithms(wished, warn_only=only)
         return dq.transpose(0, 1)[None], sequences.scatter(dk), sequences.scatter(dv), None, None, None, None
-
-
-@contextmanager
-def _strictly_deterministic() -> Iterator[None]:
-    """Where deterministic kernels are wished for, insist: both kernels then add up gradients in a fixed order, otherwise not."""
-    if not torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    wish_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=wish_only)
 
 
 def _windowed(window: int | None) -> dict[str, int]:

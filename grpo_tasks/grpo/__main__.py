@@ -5,6 +5,10 @@ With several nodes torchrun starts every rank with this command. On one node thi
 
 # ruff: noqa: E402 - import_libraries comes before what imports them
 import os
+import shutil
+import subprocess
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,13 +16,17 @@ from grpo_tasks.processes.libraries import import_libraries
 
 import_libraries()
 
-from grpo_tasks.grpo.launch import rollout_servers, start_ranks
-from grpo_tasks.grpo.supervised import DemonstrationTrainer, RejectionTrainer
+from grpo_tasks.grpo.sampler import SERVED, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.processes.entry import run_child
+from grpo_tasks.processes.entry import ERROR, run_child
+from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.errors import ChildDied, UserError
+
+POLL_S = 0.1
 
 
 def main(root: Path) -> None:
@@ -29,9 +37,8 @@ def main(root: Path) -> None:
     spec = StageSpec.load(directory.spec)
     stage = spec.stage
     if spec.resources.num_processes > 1 and "RANK" not in os.environ:
-        start_ranks(directory.root, spec.resources.num_processes)
+        _start_ranks(directory.root, spec.resources.num_processes)
         return
-    trainer = {"grpo": Trainer, "sft": DemonstrationTrainer, "rejection": RejectionTrainer}[stage.kind]
     suite = RewardSuite(spec.rewards, stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log)
     # Demonstrations are neither sampled nor scored: no process of reward functions, no server.
     samples = stage.kind != "sft" or stage.eval_steps is not None
@@ -44,7 +51,44 @@ def main(root: Path) -> None:
             # Prompts list the tools even when nothing is sampled.
             settings = (spec.interaction, spec.start, spec.model, spec.rollout)
             found = stack.enter_context(player(*settings, completion=spec.completion, log=directory.log))
-        trainer(directory, suite, servers, found).train()
+        Trainer(directory, suite, servers, found).train()
+
+
+def _start_ranks(directory: Path, num_processes: int) -> None:
+    """Start every rank of a stage with this command and wait for all of them.
+
+    When one fails, the others are killed: they would wait for it forever.
+
+    Raises:
+        UserError: the one that a rank left.
+        ChildDied: a rank ended badly without an error of its own.
+    """
+    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory)],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())},
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        codes = [rank.wait() for rank in ranks]
+        shutil.rmtree(directory / SERVED, ignore_errors=True)
+    if any(codes):
+        failed = next(number for number, code in enumerate(codes) if code)
+        if (directory / ERROR).exists():
+            raise UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
+        raise ChildDied(
+            f"rank {failed} of {num_processes} ended with code {codes[failed]}; the other ranks were ended too",
+            place=str(directory),
+            fix="see the end of the log; start the same command again: the stage resumes from its last checkpoint",
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Rows of the data -> demonstrations as tokens; the others are counted, named with their line and left out.
 
-    row --column or function--> text or messages --checks--> turns -> token ids
-
 A refused row is no crash: the run goes on as long as `max_invalid_fraction` allows, and stops before the model is loaded
 otherwise. Texts are data: they are never executed, and one that contains a marker of the chat template is refused, because it
 could open a turn of its own.
@@ -11,7 +9,7 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,17 +61,13 @@ class Demonstration:
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> Demonstration:
-    """Tokens of a prompt and the turns that follow it.
+    """Tokens of a prompt and the turns that follow it; UnusableError where the chat template does not write them as they are.
 
         prompt | said <end> | \\n user ... assistant | said <end>
                  1   1   1    0  0        0           1    1   1      trained
 
     The prompt is tokenised as sampling does it, and each later part by itself, so what is trained on follows the prompt as a
     completion would. A turn includes its end marker: the policy learns to stop.
-
-    Raises:
-        UnusableError: the chat template refuses the turns, or does not leave earlier turns as they were.
-        ModelError: the prompt is a chat and the tokenizer has no chat template.
     """
     said = [str(turn.get("content") or "") for turn in turns if turn["role"] == "assistant"]
     ids, trained = [], []
@@ -103,7 +97,11 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
             raise UnusableError("template", "the chat template writes earlier turns differently once more follow")
         if not after.startswith(before):
             opening = before.removeprefix(_render(tokenizer, [*prompt, *turns[:index]], opened=False))
-            raise UnusableError("template", _otherwise_opened(opening))
+            raise UnusableError(
+                "template",
+                f"the chat template itself opens the turn with {_short(opening)}, and begins a finished turn otherwise, so the "
+                "demonstration would not follow its prompt; use a template that writes both alike",
+            )
         said = after[len(before) :]
         marker = end if end is not None and end in said else end_marker(tokenizer, said)
         if marker:
@@ -126,14 +124,6 @@ def _check_complete(turn: Turn, said: str) -> None:
         "cut_by_template",
         f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that "
         "keeps them, for example by rollout.chat_template_kwargs, or demonstrations without them",
-    )
-
-
-def _otherwise_opened(opening: str) -> str:
-    """Why a demonstration cannot follow its prompt."""
-    return (
-        f"the chat template itself opens the turn with {_short(opening)}, and begins a finished turn otherwise, so the "
-        "demonstration would not follow its prompt; use a template that writes both alike"
     )
 
 
@@ -185,16 +175,10 @@ class Demonstrations:
 
     def write(self, path: Path) -> None:
         """Write every refused row with its line and its reason; no file when there is none."""
-        lines = [
-            {
-                "source": one.row.source,
-                "line": one.row.line,
-                "prompt_id": one.row.prompt_id,
-                "reason": one.reason,
-                "detail": one.detail,
-            }
-            for one in self.refused
-        ]
+        lines = []
+        for one in self.refused:
+            place = {"source": one.row.source, "line": one.row.line, "prompt_id": one.row.prompt_id}
+            lines.append(place | {"reason": one.reason, "detail": one.detail})
         if lines:
             path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
@@ -202,17 +186,7 @@ class Demonstrations:
 def read_demonstrations(
     rows: Sequence[PromptRow], settings: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
 ) -> Demonstrations:
-    """The demonstrations of rows.
-
-    Args:
-        rows: accepted training rows.
-        settings: where the demonstrations come from.
-        tokenizer: the policy's, with its chat template.
-        max_tokens: longest demonstration, if the settings name none.
-
-    Raises:
-        ConfigError: no row has the column, or the function cannot be imported.
-    """
+    """The demonstrations of accepted rows; ConfigError where no row has the column, or the function cannot be imported."""
     find = _finder(rows, settings)
     limit = settings.max_tokens or max_tokens
     markers = sorted(special_tokens(tokenizer).values())
@@ -222,7 +196,12 @@ def read_demonstrations(
     for row in rows:
         try:
             turns = _turns(row, find(row))
-            _check_texts(turns, markers)
+            for turn in turns:
+                # Tool calls are rendered by the template too.
+                texts = (str(turn.get("content") or ""), json.dumps(dict(turn), ensure_ascii=False, default=str))
+                if any(contains_special(text, markers) for text in texts):
+                    found = next(marker for marker in markers if any(marker in text for text in texts))
+                    raise UnusableError("chat_marker", f"a message contains the special token {found}")
             made = encode_turns(tokenizer, row.messages, turns)
             if len(made.token_ids) > limit:
                 raise UnusableError("too_long", f"{len(made.token_ids):,} tokens, more than {limit:,}")
@@ -235,11 +214,7 @@ def read_demonstrations(
 
 
 def check_share(found: Demonstrations, settings: DemonstrationsConfig, *, stage: str, listed: Path) -> None:
-    """Refuse to train when too many rows have no demonstration.
-
-    Raises:
-        DataError: with the counts, the first refused rows and the file that names all.
-    """
+    """DataError when too many rows have no demonstration: the counts, the first refused rows, the file that names all."""
     total = len(found.rows) + len(found.refused)
     if found.rows and len(found.refused) <= settings.max_invalid_fraction * total:
         return
@@ -253,8 +228,24 @@ def check_share(found: Demonstrations, settings: DemonstrationsConfig, *, stage:
 
 def _finder(rows: Sequence[PromptRow], settings: DemonstrationsConfig) -> Callable[[PromptRow], Any]:
     """What gives the demonstration of a row, unchecked."""
-    if settings.function is not None:
-        return _caller(settings.function, settings.module_dirs())
+    path, folders = settings.function, settings.module_dirs()
+    if path is not None:
+        # Behind the installed packages, as for reward functions.
+        sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
+        function = import_object(path, list(folders), place="demonstrations.function")
+
+        def call(row: PromptRow) -> Any:
+            prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
+            answer = row.answer if row.answers is None else list(row.answers)
+            try:
+                return function({**row.extra, "prompt": prompt, "answer": answer})
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"{Path(last.filename).name}:{last.lineno}"
+                detail = f"{path} raised {type(error).__name__} at {place}: {error}"[:300]
+                raise UnusableError("function_error", detail) from error
+
+        return call
     column = str(settings.column)
     if column == "answer":
         return lambda row: row.extra.get(column, row.answer)
@@ -266,29 +257,6 @@ def _finder(rows: Sequence[PromptRow], settings: DemonstrationsConfig) -> Callab
             fix=f"name one of {', '.join(['answer', *known][:20])}",
         )
     return lambda row: row.extra.get(column)
-
-
-def _caller(path: str, folders: Iterable[Path]) -> Callable[[PromptRow], Any]:
-    for folder in folders:
-        # Behind the installed packages, as for reward functions.
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-    function = import_object(path, list(folders), place="demonstrations.function")
-
-    def call(row: PromptRow) -> Any:
-        try:
-            return function(_as_dict(row))
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            raise UnusableError("function_error", f"{path} raised {type(error).__name__} at {place}: {error}"[:300]) from error
-
-    return call
-
-
-def _as_dict(row: PromptRow) -> dict[str, Any]:
-    prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
-    return {**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)}
 
 
 def _turns(row: PromptRow, given: object) -> list[Turn]:
@@ -329,12 +297,3 @@ def _check_turn(turn: Turn, row: PromptRow) -> None:
         raise UnusableError("not_messages", f"the content of a message is {type(content).__name__}, not a text")
     if role == "assistant" and not calls and not str(content).strip():
         raise UnusableError("empty", "a turn of the assistant is empty")
-
-
-def _check_texts(turns: Sequence[Turn], markers: Sequence[str]) -> None:
-    for turn in turns:
-        # Tool calls are rendered by the template too.
-        text = json.dumps(dict(turn), ensure_ascii=False, default=str)
-        if contains_special(str(turn.get("content") or ""), markers) or contains_special(text, markers):
-            found = next(marker for marker in markers if marker in text or marker in str(turn.get("content")))
-            raise UnusableError("chat_marker", f"a message contains the special token {found}")

@@ -59,11 +59,7 @@ def sample_groups(
     group_size: int,
     seed: int,
 ) -> Rollout:
-    """Sample `group_size` completions for each prompt.
-
-    Each completion has a seed of its own, made from the seed of the rollout and the number of its prompt in the rollout
-    (`numbers`): it comes out the same on whichever rank, and in whatever batch, it is sampled.
-    """
+    """Sample `group_size` completions for each prompt. Their seeds depend on its number in the rollout, not on rank or batch."""
     began = time.perf_counter()
     requests = [
         Request(ids, completion_seed(seed, number, row.prompt_id) + index)
@@ -86,13 +82,13 @@ def play_groups(
 ) -> Rollout:
     """Play `group_size` conversations for each row, with the seeds of `sample_groups`. The environment may change the prompt."""
     began = time.perf_counter()
-    starts = [
-        Start(
-            row, completion_seed(seed, number, row.prompt_id) + index, completion_seed(seed, "environment", number, row.prompt_id)
+    starts = []
+    for number, row in zip(numbers, rows, strict=True):
+        first, environment = (
+            completion_seed(seed, number, row.prompt_id),
+            completion_seed(seed, "environment", number, row.prompt_id),
         )
-        for number, row in zip(numbers, rows, strict=True)
-        for index in range(group_size)
-    ]
+        starts += [Start(row, first + index, environment) for index in range(group_size)]
     completions = player.play(engine, starts, sampling)
     return Rollout(rows, group_prompts(completions, group_size), completions, group_size, time.perf_counter() - began)
 
@@ -109,27 +105,29 @@ def group_prompts(completions: Sequence[Completion], group_size: int) -> list[Se
 def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRollout:
     """Score every completion with every reward function of the stage."""
     began = time.perf_counter()
-    repeated = [rollout.rows[index] for index in rollout.prompt_of]
-    texts = [completion.text for completion in rollout.completions]
-    prompt_ids = [rollout.prompts[index] for index in rollout.prompt_of]
+    found = [completion.conversation for completion in rollout.completions]
     batch = batch_of(
-        repeated,
-        texts,
+        [rollout.rows[index] for index in rollout.prompt_of],
+        [completion.text for completion in rollout.completions],
         [completion.token_ids for completion in rollout.completions],
-        prompt_ids=prompt_ids,
+        prompt_ids=[rollout.prompts[index] for index in rollout.prompt_of],
         step=step,
-        played=_played(rollout),
+        # Empty when completions are one turn each.
+        played=[
+            Played(one.prompt, one.said, [turn.for_rewards() for turn in one.turns], one.reward, one.error is not None)
+            for one in found
+            if one is not None
+        ],
     )
-    scores = suite.score(batch)
-    return ScoredRollout(rollout, scores, time.perf_counter() - began)
+    return ScoredRollout(rollout, suite.score(batch), time.perf_counter() - began)
 
 
 def with_charged_faults(scored: ScoredRollout) -> ScoredRollout:
     """The rollout in which conversations that a fault ended have the lowest scores of their group, or of their task.
 
-    A fault that does not depend on what the policy wrote then only adds noise: over many groups it moves the policy nowhere. One
-    that the policy causes is worth no more than the worst honest conversation. A conversation that has not begun has no tokens to
-    train on, and keeps out of the baseline of its group.
+    A fault that does not depend on what the policy wrote then only adds noise, and one that the policy causes is worth no more
+    than the worst honest conversation. A conversation that has not begun has no tokens, and keeps out of the baseline of its
+    group.
     """
     rollout, scores = scored.rollout, scored.scores
     failed = np.array([one.failed and len(one.token_ids) > 0 for one in rollout.completions], dtype=bool)
@@ -140,25 +138,15 @@ def with_charged_faults(scored: ScoredRollout) -> ScoredRollout:
     return replace(scored, scores=replace(scores, raw=raw, totals=total_scores(raw, scores.weights)))
 
 
-def _played(rollout: Rollout) -> list[Played]:
-    """What reward functions get of the conversations; empty when completions are one turn each."""
-    found = [completion.conversation for completion in rollout.completions]
-    return [
-        Played(one.prompt, one.said, [turn.for_rewards() for turn in one.turns], one.reward, one.error is not None)
-        for one in found
-        if one is not None
-    ]
-
-
 def join(several: Sequence[ScoredRollout]) -> ScoredRollout:
     """Several rollouts as one, their groups in this order. They were sampled at the same time, so the longest time counts."""
     rollouts = [scored.rollout for scored in several]
     joined = Rollout(
-        rows=[row for rollout in rollouts for row in rollout.rows],
-        prompts=[prompt for rollout in rollouts for prompt in rollout.prompts],
-        completions=[completion for rollout in rollouts for completion in rollout.completions],
-        group_size=rollouts[0].group_size,
-        seconds=max(rollout.seconds for rollout in rollouts),
+        [row for rollout in rollouts for row in rollout.rows],
+        [prompt for rollout in rollouts for prompt in rollout.prompts],
+        [completion for rollout in rollouts for completion in rollout.completions],
+        rollouts[0].group_size,
+        max(rollout.seconds for rollout in rollouts),
     )
     return ScoredRollout(joined, Scores.join([scored.scores for scored in several]), max(scored.seconds for scored in several))
 
@@ -167,11 +155,6 @@ def take_groups(scored: ScoredRollout, groups: Sequence[int]) -> ScoredRollout:
     """The rollout of these groups, in this order."""
     rollout, size = scored.rollout, scored.rollout.group_size
     indices = [group * size + sample for group in groups for sample in range(size)]
-    taken = Rollout(
-        rows=[rollout.rows[group] for group in groups],
-        prompts=[rollout.prompts[group] for group in groups],
-        completions=[rollout.completions[index] for index in indices],
-        group_size=size,
-        seconds=rollout.seconds,
-    )
+    rows, prompts = [rollout.rows[group] for group in groups], [rollout.prompts[group] for group in groups]
+    taken = replace(rollout, rows=rows, prompts=prompts, completions=[rollout.completions[index] for index in indices])
     return ScoredRollout(taken, scored.scores.take(indices), scored.seconds)

@@ -1,9 +1,7 @@
-"""The learner: microbatches in, one optimizer step out.
+"""The learner: microbatches in, one optimizer step out. It owns the optimizer and the learning rate.
 
-    for each microbatch: forward -> loss -> backward      gradients add up
-    sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
-
-It owns the optimizer and the learning rate. It does not know where completions come from, or what happens after a step.
+for each microbatch: forward -> loss -> backward      gradients add up
+sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
 """
 
 import math
@@ -62,18 +60,11 @@ class Learner:
         return self.ranks.accelerator.scaler
 
     def update(
-        self,
-        microbatches: Sequence[Microbatch],
-        old_logps: Sequence[Float[Tensor, "_ _"]] | None,
-        *,
-        measure_kl: bool = False,
+        self, microbatches: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "_ _"]] | None, *, measure_kl: bool = False
     ) -> UpdateFigures:
-        """One optimizer step over the microbatches of an update.
+        """One optimizer step over the microbatches of an update; without any, when every group is dead, no weight moves.
 
-        Args:
-            microbatches: may be empty when every group is dead; then no weight moves.
-            old_logps: for each microbatch the log-probabilities under the policy that sampled; None when that is the present one.
-            measure_kl: measure the KL although beta is 0.
+        `old_logps` has the log-probabilities under the policy that sampled; None when that is the present one.
 
         Raises:
             NotFiniteError: the loss or the gradient is not finite; no weight was moved.
@@ -95,8 +86,11 @@ class Learner:
             if figures.tokens:
                 self._step(figures)
         finally:
-            # The schedule counts updates, not steps: a dead or a refused update uses up its learning rate.
-            self._next_learning_rate()
+            with warnings.catch_warnings():
+                # torch warns when an update without any live group skips the optimizer's very first step.
+                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+                # The schedule counts updates, not steps: a dead or a refused update uses up its learning rate.
+                self.scheduler.step()
         return figures
 
     @torch.no_grad()
@@ -119,12 +113,20 @@ class Learner:
         figures: UpdateFigures,
     ) -> None:
         """Forward, loss and backward of one microbatch."""
-        scores = self.policies.scores(microbatch.tokens, entropy_gradients=self.stage.entropy_coef > 0)
+        supervised = self.stage.kind != "grpo"
+        scores = self.policies.scores(microbatch.tokens, entropy_gradients=self.stage.entropy_coef > 0, count_hits=supervised)
         # At beta 0 it does not enter the loss: the update is the same whether the KL is measured or not.
         ref_logps = self.policies.ref_logps(microbatch.tokens) if figures.kl is not None else None
         if microbatch.idle:
             # With sharded weights the backward pass gathers and reduces on all ranks, so this rank has to make it too.
             self.ranks.accelerator.backward(0.0 * scores.logps.sum())
+            return
+        if supervised:
+            # Cross entropy: the mean over the update's trained tokens, of which each has the same weight (microbatches.py).
+            loss = -(scores.logps * microbatch.weights).sum()
+            self.ranks.accelerator.backward(loss)
+            assert scores.hits is not None
+            figures.add_supervised(loss, microbatch.trained, scores.entropies, scores.hits)
             return
         inputs = self._loss_inputs(microbatch, scores, old_logps, ref_logps, threshold)
         out = policy_loss(inputs, self.stage)
@@ -162,7 +164,15 @@ class Learner:
 
     def _step(self, figures: UpdateFigures) -> None:
         """Sum the gradients over the ranks, clip them and make the optimizer step; no step when something is wrong."""
-        self._check_sampler(figures)
+        limit = self.stage.max_sampling_logp_difference
+        difference = 0.0 if limit is None or figures.mismatch is None else figures.mismatch / figures.tokens
+        if limit is not None and difference > limit:
+            raise TrainingError(
+                f"sampler and trainer differ by {difference:.3g} nats a token, more than {limit}",
+                place=f"stage {self.stage.name}",
+                fix="the completions come from other weights or another tokenizer: check that the rollout engine loads the "
+                "policy's weights, or raise max_sampling_logp_difference",
+            )
         if not math.isfinite(figures.loss):
             self._refuse(figures)
         for parameter in self._trained:
@@ -179,34 +189,18 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)
         figures.grad_norm = float(gather_shards(norm))
         if scaler is not None:
-            self._scaled_step(scaler, figures)
+            # No step when the scaled gradient overflowed: no fault, a scaler finds its scale that way.
+            figures.loss_scale = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            figures.skipped = scaler.get_scale() < figures.loss_scale
+            # Below 1 the gradient itself is not finite, and the scaler would skip every update from now on.
+            if figures.skipped and scaler.get_scale() < 1.0:
+                self._refuse(figures)
         elif math.isfinite(figures.grad_norm):
             self.optimizer.step()
         else:
             self._refuse(figures)
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler, figures: UpdateFigures) -> None:
-        """A step, or none when the scaled gradient overflowed: no fault, a scaler finds its scale that way."""
-        figures.loss_scale = scaler.get_scale()
-        scaler.step(self.optimizer)
-        scaler.update()
-        figures.skipped = scaler.get_scale() < figures.loss_scale
-        # Below 1 the gradient itself is not finite, and the scaler would skip every update from now on.
-        if figures.skipped and scaler.get_scale() < 1.0:
-            self._refuse(figures)
-
-    def _check_sampler(self, figures: UpdateFigures) -> None:
-        limit = self.stage.max_sampling_logp_difference
-        if limit is None or figures.mismatch is None:
-            return
-        difference = figures.mismatch / figures.tokens
-        if difference > limit:
-            raise TrainingError(
-                f"sampler and trainer differ by {difference:.3g} nats a token, more than {limit}",
-                place=f"stage {self.stage.name}",
-                fix="the completions come from other weights or another tokenizer: check that the rollout engine loads the "
-                "policy's weights, or raise max_sampling_logp_difference",
-            )
 
     def _refuse(self, figures: UpdateFigures) -> NoReturn:
         raise NotFiniteError(
@@ -214,12 +208,6 @@ class Learner:
             place=f"stage {self.stage.name}",
             fix="lower learning_rate, or use bfloat16 instead of float16",
         )
-
-    def _next_learning_rate(self) -> None:
-        with warnings.catch_warnings():
-            # torch warns when an update without any live group skips the optimizer's very first step.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            self.scheduler.step()
 
     @torch.no_grad()
     def _entropy_threshold(self, microbatches: Sequence[Microbatch]) -> Float[Tensor, ""] | None:

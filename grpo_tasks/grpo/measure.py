@@ -1,13 +1,7 @@
-"""The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU.
-
-UpdateFigures    sums over the trained tokens, microbatch by microbatch, then over the ranks     -> loss, kl, clip_ratio/*, ...
-rollout_metrics  rewards, groups, lengths                                                        -> reward, completions/*, ...
-GpuMeter         memory and energy
-"""
+"""The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU."""
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,49 +19,7 @@ from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rewards.totals import mean_total, total_scores
 from grpo_tasks.rollout.engine import Completion, conversation_column
-from schemas.metrics import (
-    CLIP_HIGH,
-    CLIP_LOW,
-    CLIP_REGION,
-    CLIPPED_RATIO,
-    DEAD_GROUPS,
-    EFFECTIVE_SAMPLE_SIZE,
-    ENERGY,
-    ENTROPY,
-    ENVIRONMENT_ERRORS,
-    ENVIRONMENT_REWARD,
-    ENVIRONMENT_TOKENS,
-    EVAL_REWARD,
-    EVAL_TASK_REWARD,
-    GPU_MEMORY,
-    GRAD_NORM,
-    IMPORTANCE_RATIO_MAX,
-    IMPORTANCE_RATIO_MEAN,
-    KL,
-    LEARNING_RATE,
-    LOSS,
-    LOSS_SCALE,
-    MAX_LENGTH,
-    MEAN_LENGTH,
-    MIN_LENGTH,
-    OFF_POLICY_MASKED,
-    REWARD,
-    REWARD_STD,
-    REWARD_TIME,
-    ROLLOUT_TIME,
-    SAMPLER_DIFFERENCE_MAX,
-    SAMPLER_DIFFERENCE_MEAN,
-    SAMPLER_DIFFERENCE_WORST,
-    SAMPLER_KL,
-    SKIPPED_STEP,
-    TASK_REWARD,
-    TOKEN_ACCURACY,
-    TOOL_CALLS,
-    TOOL_ERRORS,
-    TRAINED_TOKENS,
-    TURNS,
-    member,
-)
+from schemas import metrics as metric
 
 MAX_LOG_RATIO = 50.0
 """Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
@@ -169,11 +121,10 @@ class UpdateFigures:
     def _keep(self, found: Mapping[str, Tensor]) -> None:
         self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))
 
-    def _read(self) -> None:
-        """Add what `add` left on the device, microbatch by microbatch."""
-        if not self._unread:
-            return
-        numbers = iter(torch.cat([values for _, values in self._unread]).tolist())
+    def over(self, ranks: Ranks) -> "UpdateFigures":
+        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
+        # What `add` left on the device, microbatch by microbatch.
+        numbers = iter(torch.cat([values for _, values in self._unread]).tolist() if self._unread else ())
         for names, _ in self._unread:
             for name, value in zip(names, numbers, strict=False):
                 if name in LARGEST:
@@ -183,10 +134,6 @@ class UpdateFigures:
                 elif name != "mismatch" or self.mismatch is not None:
                     setattr(self, name, (getattr(self, name) or 0.0) + value)
         self._unread.clear()
-
-    def over(self, ranks: Ranks) -> "UpdateFigures":
-        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
-        self._read()
         if ranks.count == 1:
             return self
         every_rank = ranks.gather(self)
@@ -201,35 +148,35 @@ class UpdateFigures:
 
     def means(self) -> dict[str, float]:
         """Metrics by name; an update that trained on no token has only those that need none."""
-        known = {LOSS: self.loss, GRAD_NORM: self.grad_norm, LEARNING_RATE: self.learning_rate}
+        known = {metric.LOSS: self.loss, metric.GRAD_NORM: self.grad_norm, metric.LEARNING_RATE: self.learning_rate}
         if self.loss_scale is not None:
-            known |= {LOSS_SCALE: self.loss_scale, SKIPPED_STEP: float(self.skipped)}
+            known |= {metric.LOSS_SCALE: self.loss_scale, metric.SKIPPED_STEP: float(self.skipped)}
         if self.skipped:
-            del known[GRAD_NORM]  # it is not finite
+            del known[metric.GRAD_NORM]  # it is not finite
         if self.tokens == 0:
             return known
         if self.hits is not None:
-            supervised = {ENTROPY: self.entropy / self.tokens, TOKEN_ACCURACY: self.hits / self.tokens}
-            return known | supervised | {TRAINED_TOKENS: float(self.tokens)}
+            supervised = {metric.ENTROPY: self.entropy / self.tokens, metric.TOKEN_ACCURACY: self.hits / self.tokens}
+            return known | supervised | {metric.TRAINED_TOKENS: float(self.tokens)}
         per_token = {
-            ENTROPY: self.entropy,
-            CLIP_LOW: self.clipped_low,
-            CLIP_HIGH: self.clipped_high,
-            CLIP_REGION: self.clipped_low + self.clipped_high,
+            metric.ENTROPY: self.entropy,
+            metric.CLIP_LOW: self.clipped_low,
+            metric.CLIP_HIGH: self.clipped_high,
+            metric.CLIP_REGION: self.clipped_low + self.clipped_high,
         }
         if self.mismatch is not None:
-            per_token |= {SAMPLER_DIFFERENCE_MEAN: self.mismatch, SAMPLER_KL: self.mismatch_kl}
-            known |= {SAMPLER_DIFFERENCE_MAX: self.mismatch_max, SAMPLER_DIFFERENCE_WORST: self.mismatch_worst}
-            known[IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
+            per_token |= {metric.SAMPLER_DIFFERENCE_MEAN: self.mismatch, metric.SAMPLER_KL: self.mismatch_kl}
+            known |= {metric.SAMPLER_DIFFERENCE_MAX: self.mismatch_max, metric.SAMPLER_DIFFERENCE_WORST: self.mismatch_worst}
+            known[metric.IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         if self.kl is not None:
-            per_token[KL] = self.kl
+            per_token[metric.KL] = self.kl
         if self.correction is not None:
-            per_token[IMPORTANCE_RATIO_MEAN] = self.correction
+            per_token[metric.IMPORTANCE_RATIO_MEAN] = self.correction
             # 0 where every weight was masked.
             squares = max(self.correction_squared or 0.0, 1e-300)
-            known[EFFECTIVE_SAMPLE_SIZE] = self.correction**2 / (self.tokens * squares)
+            known[metric.EFFECTIVE_SAMPLE_SIZE] = self.correction**2 / (self.tokens * squares)
         if self.off_policy is not None:
-            known[OFF_POLICY_MASKED] = self.off_policy / self.completions
+            known[metric.OFF_POLICY_MASKED] = self.off_policy / self.completions
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 
@@ -241,17 +188,14 @@ def _k3_sum(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
     """Rewards, groups and lengths of a rollout."""
     completions, scores = scored.rollout.completions, scored.scores
-    lengths = np.array([completion.num_written for completion in completions])
     metrics: dict[str, float | None] = {
-        REWARD: mean_total(scores.totals),
-        REWARD_STD: float(advantages.group_std.mean()),
-        DEAD_GROUPS: float(advantages.dead.float().mean()),
-        MEAN_LENGTH: float(lengths.mean()),
-        MIN_LENGTH: float(lengths.min()),
-        MAX_LENGTH: float(lengths.max()),
-        CLIPPED_RATIO: float(np.mean([completion.truncated for completion in completions])),
-        ROLLOUT_TIME: scored.rollout.seconds,
-        REWARD_TIME: scored.seconds,
+        metric.REWARD: mean_total(scores.totals),
+        metric.REWARD_STD: float(advantages.group_std.mean()),
+        metric.DEAD_GROUPS: float(advantages.dead.float().mean()),
+        **length_metrics([completion.num_written for completion in completions]),
+        metric.CLIPPED_RATIO: float(np.mean([completion.truncated for completion in completions])),
+        metric.ROLLOUT_TIME: scored.rollout.seconds,
+        metric.REWARD_TIME: scored.seconds,
     }
     metrics |= conversation_metrics(completions)
     for index, name in enumerate(scores.names):
@@ -262,8 +206,17 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    metrics |= task_rewards(TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
+    metrics |= task_rewards(metric.TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
     return _known(metrics)
+
+
+def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Figures of the tokens of texts."""
+    return {
+        metric.MEAN_LENGTH: float(np.mean(lengths)),
+        metric.MIN_LENGTH: float(min(lengths)),
+        metric.MAX_LENGTH: float(max(lengths)),
+    }
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float | None]:
@@ -275,12 +228,12 @@ def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float |
     calls, errors = sum(one.calls for one in played), sum(one.errors for one in played)
     rewards = [one.reward for one in played if one.reward is not None]
     return {
-        TURNS: float(np.mean([len(one.turns) for one in played])),
-        ENVIRONMENT_TOKENS: 1.0 - sum(completion.num_written for completion in completions) / max(1, tokens),
-        ENVIRONMENT_REWARD: float(np.mean(rewards)) if rewards else None,
-        ENVIRONMENT_ERRORS: float(np.mean([one.error is not None for one in played])),
-        TOOL_CALLS: calls / len(played),
-        TOOL_ERRORS: errors / calls if calls else None,
+        metric.TURNS: float(np.mean([len(one.turns) for one in played])),
+        metric.ENVIRONMENT_TOKENS: 1.0 - sum(completion.num_written for completion in completions) / max(1, tokens),
+        metric.ENVIRONMENT_REWARD: float(np.mean(rewards)) if rewards else None,
+        metric.ENVIRONMENT_ERRORS: float(np.mean([one.error is not None for one in played])),
+        metric.TOOL_CALLS: calls / len(played),
+        metric.TOOL_ERRORS: errors / calls if calls else None,
     }
 
 
@@ -288,19 +241,14 @@ def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]
     """Mean of the [N] totals of each task in the rollout; empty when the data has a single task."""
     tasks = np.array([scored.rollout.rows[index].task for index in scored.rollout.prompt_of])
     names = sorted(set(tasks.tolist()) - {""})
-    return {member(family, name): mean_total(totals[tasks == name]) for name in names}
+    return {metric.member(family, name): mean_total(totals[tasks == name]) for name in names}
 
 
 def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
-    """Rewards of held-out completions, the total as `reward` is (rewards/totals.py).
-
-    Args:
-        scored: one completion for each held-out prompt.
-        weights: the configured ones, not the present adaptive ones, so that evaluations can be compared.
-    """
+    """Rewards of held-out completions by the configured weights, not the present adaptive ones, so that they can be compared."""
     scores = scored.scores
     totals = total_scores(scores.raw, weights)
-    metrics = {EVAL_REWARD: mean_total(totals)} | task_rewards(EVAL_TASK_REWARD, scored, totals)
+    metrics = {metric.EVAL_REWARD: mean_total(totals)} | task_rewards(metric.EVAL_TASK_REWARD, scored, totals)
     for index, name in enumerate(scores.names):
         known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
         if len(known):
@@ -315,15 +263,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int) -> pa.Table:
-    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique.
-
-    Args:
-        scored: the rollout.
-        advantages: [N, T] or [N, 1].
-        stage: name of the stage.
-        step: the update that trained on it.
-        policy_version: the policy that sampled it: how many updates of the stage it had had.
-    """
+    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique."""
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pa.table(
@@ -349,59 +289,33 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
     )
 
 
-class Stopwatch:
-    """Seconds of the present update, and of the stage over all its resumes."""
-
-    def __init__(self, before_s: float) -> None:
-        now = time.perf_counter()
-        self._began, self._update = now - before_s, now
-
-    def start_update(self) -> None:
-        """An update begins: sampling, scoring and training count, writing checkpoints does not."""
-        self._update = time.perf_counter()
-
-    @property
-    def update_s(self) -> float:
-        """Seconds since the update began."""
-        return time.perf_counter() - self._update
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the stage began, without the time between a kill and the resume."""
-        return time.perf_counter() - self._began
-
-
 class GpuMeter:
     """Peak memory and, where NVML counts it, energy of the GPU between two readings; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._counter = _energy_counter(device)
-        self._before = self._counter() if self._counter else 0.0
+        self._energy: Callable[[], float] | None = None
+        """The GPU's energy since the driver was loaded, in J; None where it is not counted."""
+        if self._device is None:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            # By UUID: NVML does not know CUDA_VISIBLE_DEVICES.
+            card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            self._before = pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000
+            self._energy = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000
+        except Exception:  # driver, GPU or package may be too old in many ways; then the energy is not measured
+            self._energy = None
 
     def read(self) -> dict[str, float]:
         """gpu_memory (GiB) and energy (J) since the last reading."""
         if self._device is None:
             return {}
-        figures = {GPU_MEMORY: torch.cuda.max_memory_allocated(self._device) / 2**30}
+        figures = {metric.GPU_MEMORY: torch.cuda.max_memory_allocated(self._device) / 2**30}
         torch.cuda.reset_peak_memory_stats(self._device)
-        if self._counter:
-            now = self._counter()
-            figures[ENERGY], self._before = now - self._before, now
+        if self._energy is not None:
+            now = self._energy()
+            figures[metric.ENERGY], self._before = now - self._before, now
         return figures
-
-
-def _energy_counter(device: torch.device):  # type: ignore[no-untyped-def]
-    """A function that returns the GPU's energy since the driver was loaded, in J; None where it is not counted."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        # By UUID: NVML does not know CUDA_VISIBLE_DEVICES.
-        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(card)
-    except Exception:  # driver, GPU or package may be too old in many ways; then the energy is not measured
-        return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000

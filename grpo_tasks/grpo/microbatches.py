@@ -1,7 +1,5 @@
 """An update split into microbatches: the completions that go through the model together.
 
-    N completions of an update -> weights of the complete update -> live completions -> share of this rank -> microbatches
-
 Dead groups and masked completions are left out: their gradient is zero, so there is nothing to compute. With beta above 0 they
 lose their KL term as well, on purpose: a group without signal should not pull the policy anywhere (`skip_dead_groups: false`
 keeps them). A microbatch is as large as a number of completions or a budget of tokens allows. How an update is split changes
@@ -11,15 +9,17 @@ rounding only.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import Rollout
+from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
+from grpo_tasks.rewards.totals import solved
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 
@@ -42,20 +42,10 @@ class Microbatch:
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding and where the policy did not write."""
     sampler_policy_logps: Float[Tensor, "N T"] | None
-    """log-probabilities (nats) under the sampler's model at the sampling temperature alone, which the trainer's are compared
-    with; None: the sampler does not report them."""
+    """The same under the sampler's model at the sampling temperature alone, which the trainer's are compared with; None: the
+    sampler does not report them."""
     idle: bool = False
     """Goes through the model only because other ranks have more microbatches; adds nothing to the gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """Tokens of a completion and of its prompt."""
-
-    prompt: int
-    """Index of the prompt in the rollout."""
-    prompt_tokens: int
-    tokens: int
 
 
 def make_microbatches(
@@ -71,19 +61,24 @@ def make_microbatches(
 ) -> list[Microbatch]:
     """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
 
+    Kinds sft and rejection weigh all trained tokens of the update alike, whatever their group earned.
+
     With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
     once, so a rank that is done early would leave the others waiting.
     """
-    size = stage.per_device_train_batch_size
+    if not indices:
+        return []
+    supervised, size = stage.kind != "grpo", stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
     mask = _written(completions)  # [N, T], N of the complete update
     if stage.mask_truncated_completions:
         # DAPO's overlong filtering (arXiv:2503.14476, 3.4): a completion that was cut off may have been right. [N] -> [N, 1]
         mask &= torch.tensor([not completion.truncated for completion in completions])[:, None]
     # Before the split: means over the update must not depend on which completions share a microbatch or a rank.
-    weights = token_weights(mask, stage, max_completion_length=max_completion_length, microbatch_size=size)
+    limits = {"max_completion_length": max_completion_length, "microbatch_size": size}
+    weights = mean_weights(mask) if supervised else token_weights(mask, stage, **limits)
     # The entropy bonus has a gradient in dead groups too.
-    keep_dead = not stage.skip_dead_groups or stage.entropy_coef > 0
+    keep_dead = supervised or not stage.skip_dead_groups or stage.entropy_coef > 0
     dead = advantages.dead[torch.tensor(indices) // rollout.group_size]  # [P] -> [N]
     entropy_weights = mean_weights(mask if keep_dead else mask & ~dead[:, None])
     # Positions in `indices`, from here on: rows of mask, weights and dead.
@@ -92,7 +87,11 @@ def make_microbatches(
     def assemble(rows: Sequence[int]) -> Microbatch:
         return _assemble(rollout, advantages, [indices[row] for row in rows], weights[rows], entropy_weights[rows], device)
 
-    microbatches = [assemble(rows) for rows in _split(live, [_size(rollout, index) for index in indices], stage)]
+    if isinstance(stage.max_tokens_per_microbatch, int):  # token_budget.py has put a number, or none, in the place of "auto"
+        microbatches = [assemble(rows) for rows in _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)]
+    else:
+        # The last one may be smaller; weights are those of the update, so it needs no correction.
+        microbatches = [assemble(live[start : start + size]) for start in range(0, len(live), size)]
     if same_count:
         # The shortest completion makes the cheapest idle pass.
         shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))
@@ -101,43 +100,59 @@ def make_microbatches(
     return microbatches
 
 
-def _split(live: Sequence[int], sizes: Sequence[_Size], stage: StageConfig) -> list[Sequence[int]]:
-    # token_budget.py has put a number, or none, in the place of "auto".
-    if isinstance(stage.max_tokens_per_microbatch, int):
-        return _by_tokens(live, sizes, stage.max_tokens_per_microbatch)
-    # The last one may be smaller; weights are those of the update, so it needs no correction.
-    step = stage.per_device_train_batch_size
-    return [live[start : start + step] for start in range(0, len(live), step)]
+def chosen_completions(scored: ScoredRollout, stage: StageConfig) -> list[int]:
+    """Indices of the completions that a stage of kind rejection trains on, in the order of the rollout.
+
+    Ties are broken by the order of sampling. Without a limit the best of a group is kept even if it is bad: RAFT
+    (arXiv:2304.06767). With keep_reward and no number it is the selection of RFT (arXiv:2308.01825).
+    """
+    totals, completions = scored.scores.totals, scored.rollout.completions
+    # A conversation that a fault ended has a score, so that it counts in the figures, and teaches nothing.
+    allowed = ~np.isnan(totals) & np.array([not completion.failed for completion in completions])
+    if stage.keep_reward is not None:
+        allowed &= solved(scored.scores.raw, scored.scores.weights, scored.scores.full, stage.keep_reward) == 1.0
+    if stage.mask_truncated_completions:
+        allowed &= np.array([not completion.truncated for completion in completions])
+    size, chosen = scored.rollout.group_size, []
+    for start in range(0, len(completions), size):
+        group = sorted(range(start, start + size), key=lambda index: -totals[index] if allowed[index] else np.inf)
+        seen: set[tuple[int, ...]] = set()
+        for index in group:
+            tokens = tuple(completions[index].token_ids)
+            # An empty completion has nothing to learn; an equal one would count the same text twice.
+            if not allowed[index] or not tokens or tokens in seen:
+                continue
+            if stage.keep_completions is not None and len(seen) == stage.keep_completions:
+                break
+            seen.add(tokens)
+            chosen.append(index)
+    return sorted(chosen)
 
 
-def _size(rollout: Rollout, index: int) -> _Size:
-    prompt = index // rollout.group_size
-    return _Size(prompt, len(rollout.prompts[prompt]), len(rollout.completions[index].token_ids))
-
-
-def _by_tokens(live: Sequence[int], sizes: Sequence[_Size], budget: int) -> list[Sequence[int]]:
+def _by_tokens(live: Sequence[int], rollout: Rollout, indices: Sequence[int], budget: int) -> list[list[int]]:
     """Microbatches of at most `budget` tokens; one completion may have more.
 
     The prompt of a group counts once in a microbatch, so a group stays together as far as it fits. Groups are ordered by their
     longest completion: the attention of a CPU works on rectangles, and neighbours of equal length waste least of them.
     """
+    prompt_of = {row: indices[row] // rollout.group_size for row in live}
+    tokens = {row: len(rollout.completions[indices[row]].token_ids) for row in live}
     longest: dict[int, int] = {}
     for row in live:
-        longest[sizes[row].prompt] = max(longest.get(sizes[row].prompt, 0), sizes[row].tokens)
-    order = sorted(live, key=lambda row: (longest[sizes[row].prompt], sizes[row].prompt, sizes[row].tokens, row))
+        longest[prompt_of[row]] = max(longest.get(prompt_of[row], 0), tokens[row])
     filled: list[list[int]] = []
     prompts: set[int] = set()
     used = 0
-    for row in order:
-        size = sizes[row]
-        more = size.tokens + (0 if size.prompt in prompts else size.prompt_tokens)
+    for row in sorted(live, key=lambda row: (longest[prompt_of[row]], prompt_of[row], tokens[row], row)):
+        prompt, prompt_tokens = prompt_of[row], len(rollout.prompts[prompt_of[row]])
+        more = tokens[row] + (0 if prompt in prompts else prompt_tokens)
         if not filled or used + more > budget:
             filled.append([])
-            prompts, used, more = set(), 0, size.tokens + size.prompt_tokens
+            prompts, used, more = set(), 0, tokens[row] + prompt_tokens
         filled[-1].append(row)
-        prompts.add(size.prompt)
+        prompts.add(prompt)
         used += more
-    return list(filled)
+    return filled
 
 
 def _assemble(
@@ -160,16 +175,18 @@ def _assemble(
     # L tokens, the longest completion of the update, are narrowed to T, the longest of this microbatch: padding is on the right.
     width = tokens.completion_ids.shape[1]
     compared = [completion.policy_logprobs for completion in completions if completion.policy_logprobs is not None]
-    trained, weights, values, entropy_weights, sampler_logps, *policy_logps = _moved(
-        [
-            _written(completions).float(),
-            weights[:, :width],
-            advantages.values[indices, :width],  # [N, 1] stays [N, 1]
-            entropy_weights[:, :width],
-            _padded([completion.logprobs for completion in completions], width),
-            *([_padded(compared, width)] if len(compared) == len(completions) else []),
-        ],
-        device,
+    tables = [
+        _written(completions).float(),
+        weights[:, :width],
+        advantages.values[indices, :width],  # [N, 1] stays [N, 1]
+        entropy_weights[:, :width],
+        _padded([completion.logprobs for completion in completions], width),
+        *([_padded(compared, width)] if len(compared) == len(completions) else []),
+    ]
+    # All of them by one copy to the device.
+    flat = moved(torch.cat([table.flatten() for table in tables]), device)
+    trained, weights, values, entropy_weights, sampler_logps, *policy_logps = (
+        part.view(table.shape) for part, table in zip(flat.split([table.numel() for table in tables]), tables, strict=True)
     )
     return Microbatch(
         indices=indices,
@@ -181,13 +198,6 @@ def _assemble(
         sampler_logps=sampler_logps,
         sampler_policy_logps=policy_logps[0] if policy_logps else None,
     )
-
-
-def _moved(tables: Sequence[Float[Tensor, "N _"]], device: torch.device) -> list[Float[Tensor, "N _"]]:
-    """The tables on the device, by one copy."""
-    flat = moved(torch.cat([table.flatten() for table in tables]), device)
-    parts = flat.split([table.numel() for table in tables])
-    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 
 def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:

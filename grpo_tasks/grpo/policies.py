@@ -1,15 +1,11 @@
 """The two policies of a stage: the one that is trained, and the reference from which its KL is measured.
 
-    scores(tokens)          the policy, with gradients
-    ref_logps(tokens)       the reference, without
-
 With LoRA the reference costs no second copy of the weights: the base model is the policy with its adapter switched off, and the
 policy at the start of the stage is a second, frozen adapter. Full fine-tuning loads a second model.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -52,10 +48,18 @@ class Policies:
 
     def __post_init__(self) -> None:
         stage, resources = self.spec.stage, self.spec.resources
-        self.temperature = self.spec.rollout.temperature
+        # The likelihood of a demonstration is that of the model itself; the temperature belongs to sampling.
+        self.temperature = self.spec.rollout.temperature if stage.kind == "grpo" else 1.0
         # At beta 0 the KL is a metric only. That is not worth a second model; an adapter costs next to nothing.
         if stage.has_kl_term or (stage.kl_every_steps > 0 and self.measures_kl):
-            self._prepare_reference(next(self.model.parameters()).device)
+            spec, from_base = self.spec, stage.reference == "base"
+            if not isinstance(self.model, PeftModel):
+                ref = ModelRef(path=spec.model.path, revision=spec.model.revision) if from_base else spec.start
+                device = next(self.model.parameters()).device
+                self._reference = load_base(ref, spec.model, device=device, token_seed=spec.seed)
+            elif not from_base and spec.start.adapter is not None:
+                self.model.load_adapter(str(spec.start.adapter), adapter_name=REFERENCE, is_trainable=False)
+                self.model.set_adapter("default")
         for model in (self.model, self._reference):
             if model is not None and resources.compile:
                 compile_layers(model)
@@ -77,8 +81,20 @@ class Policies:
     @torch.no_grad()
     def ref_logps(self, tokens: TokenBatch) -> Float[Tensor, "N T"]:
         """log-probabilities under the reference."""
-        with self._as_reference() as model:
-            return self._forward(model, tokens).logps
+        if self._reference is not None:
+            return self._forward(self._reference, tokens).logps
+        # The policy with another adapter, or with none. Dropout acts on the adapter's input, and the reference is a fixed
+        # distribution, so it must not be noisy.
+        dropout = self.spec.model.lora is not None and self.spec.model.lora.lora_dropout > 0
+        if dropout:
+            self.model.eval()
+        self._switch_adapters(to_reference=True)
+        try:
+            return self._forward(self.model, tokens).logps
+        finally:
+            self._switch_adapters(to_reference=False)
+            if dropout:
+                self.model.train()
 
     def _forward(
         self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False
@@ -96,11 +112,7 @@ class Policies:
             )
 
     def _fitting_layout(self) -> Layout:
-        """The fastest layout that says what the model's own forward pass says, found before the first pass.
-
-        Raises:
-            ModelError: none does.
-        """
+        """The fastest layout that says what the model's own forward pass says, found before the first pass; else ModelError."""
         causal, rows = causal_model(self.model), CheckRows.of(self.model)
         name = type(causal).__name__
         tokens = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device)
@@ -160,35 +172,6 @@ class Policies:
         )
         found = ForwardScores(logps, entropies)
         return fault_of(found.difference(truth), self.spec.model.dtype, shift)
-
-    def _prepare_reference(self, device: torch.device) -> None:
-        spec = self.spec
-        if not isinstance(self.model, PeftModel):
-            base = ModelRef(path=spec.model.path, revision=spec.model.revision)
-            ref = base if spec.stage.reference == "base" else spec.start
-            self._reference = load_base(ref, spec.model, device=device, token_seed=spec.seed)
-        elif spec.stage.reference == "stage_start" and spec.start.adapter is not None:
-            self.model.load_adapter(str(spec.start.adapter), adapter_name=REFERENCE, is_trainable=False)
-            self.model.set_adapter("default")
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[CausalLM]:
-        """The model that computes the reference: a model of its own, or the policy with another adapter or none."""
-        if self._reference is not None:
-            yield self._reference
-            return
-        assert isinstance(self.model, PeftModel)
-        # Dropout acts on the adapter's input. The reference is a fixed distribution, so it must not be noisy.
-        dropout = self.spec.model.lora is not None and self.spec.model.lora.lora_dropout > 0
-        if dropout:
-            self.model.eval()
-        self._switch_adapters(to_reference=True)
-        try:
-            yield self.model
-        finally:
-            self._switch_adapters(to_reference=False)
-            if dropout:
-                self.model.train()
 
     def _switch_adapters(self, *, to_reference: bool) -> None:
         assert isinstance(self.model, PeftModel)

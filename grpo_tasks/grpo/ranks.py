@@ -30,11 +30,7 @@ class Ranks:
 
     @classmethod
     def of(cls, spec: StageSpec, device: torch.device) -> "Ranks":
-        """The ranks that were started for the stage (torchrun's environment variables), or this process alone.
-
-        Raises:
-            RuntimeError: this process has an Accelerator on another kind of device already.
-        """
+        """The ranks that were started for the stage (torchrun's environment variables), or this process alone."""
         # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
         half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
         precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"

@@ -1,7 +1,5 @@
 """One round: new prompts, completions sampled from the policy, scored, and turned into advantages.
 
-    prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
-
     max_staleness 0     sample 1 | train 1 | sample 2 | train 2 | ...
     max_staleness 1     train 1 | train 2 | train 3 | ...                  round n + 1 is sampled by the policy that enters
                         sample 2 | sample 3 | sample 4 | ...               the training on round n
@@ -23,7 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
+from grpo_tasks.grpo.demonstrations import Demonstrations
 from grpo_tasks.grpo.groups import (
+    Rollout,
     ScoredRollout,
     join,
     play_groups,
@@ -35,9 +35,9 @@ from grpo_tasks.grpo.groups import (
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.conversations.play import Player
-from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.engine import Completion, EngineReport, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
@@ -88,19 +88,20 @@ class Collector:
     """Plays conversations; None: completions are one turn each."""
 
     def sample(self, number: int, *, step: int, version: int) -> Round:
-        """Round `number`, counted from 0, for the updates from `step` on, from the weights that the engine has.
-
-        Args:
-            number: decides the prompts and the random numbers.
-            step: number of the first update that trains on it.
-            version: number of updates that the engine's weights have had.
-        """
+        """Round `number`, counted from 0, for the updates from `step` on; the engine's weights have had `version` updates."""
         current = self._round(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
         for refill in range(1, self.spec.stage.max_refills + 1):
-            dead = current.advantages.dead
-            if not dead.any():
+            wanted = int(current.advantages.dead.sum())
+            if not wanted:
                 break
-            current = self._refilled(current, int(dead.sum()), completion_seed(self.seed, "refill", refill, number), step)
+            # Dynamic sampling (arXiv:2503.14476, 3.2): dead groups are replaced by groups of further prompts. These have an order
+            # of their own: the prompts of later rounds do not depend on how many refills this one needs.
+            seed = completion_seed(self.seed, "refill", refill, number)
+            fresh = self._round(replace(self.schedule, seed=seed).prompts_of(0)[:wanted], seed, step)
+            scored = current.with_live_groups_of(fresh)
+            # All advantages again: with `scale_rewards: batch` the deviation is that of the groups that are trained on.
+            gained = advantages(rewards_of(scored), self.spec.stage)
+            current = Round(scored, gained, current.dropped + wanted, current.tokens + fresh.tokens)
         # A server on the same GPU releases its memory for the update.
         self.engine.sleep()
         # Adaptive weights move once per round, after all of its groups were scored with the same weights.
@@ -120,46 +121,25 @@ class Collector:
         scored = self._score([self.rows[number] for number in numbers], seed, step, self.spec.stage.num_generations)
         return Round(scored, advantages(rewards_of(scored), self.spec.stage), 0, scored.rollout.num_tokens)
 
-    def _refilled(self, current: Round, wanted: int, seed: int, step: int) -> Round:
-        """Dynamic sampling (arXiv:2503.14476, 3.2): dead groups replaced by groups of further prompts."""
-        # An order of prompts of its own: the prompts of later rounds do not depend on how many refills this one needs.
-        numbers = replace(self.schedule, seed=seed).prompts_of(0)[:wanted]
-        fresh = self._round(numbers, seed, step)
-        scored = current.with_live_groups_of(fresh)
-        # All advantages again: with `scale_rewards: batch` the deviation is that of the groups that are trained on.
-        gained = advantages(rewards_of(scored), self.spec.stage)
-        return Round(scored, gained, current.dropped + wanted, current.tokens + fresh.tokens)
-
     def _score(self, rows: Sequence[PromptRow], seed: int, step: int, group_size: int) -> ScoredRollout:
         """Scored groups of completions of these rows: each rank samples its share, then all ranks know all of them."""
         # Complete groups per rank, so that a rank encodes each of its prompts once.
         numbers = self.ranks.share(range(len(rows)))
-        # With fewer prompts than ranks some ranks have none; they still join in the gather.
-        share = self._score_share([rows[number] for number in numbers], numbers, seed, step, group_size) if numbers else None
+        share = None
+        if numbers:  # with fewer prompts than ranks some ranks have none; they still join in the gather
+            mine, sampling = [rows[number] for number in numbers], Sampling.of(self.spec.rollout)
+            if self.player is not None:
+                rollout = play_groups(self.engine, self.player, mine, sampling, numbers=numbers, group_size=group_size, seed=seed)
+            else:
+                prompts = [prompt_ids(self.tokenizer, row.messages) for row in mine]
+                rollout = sample_groups(self.engine, mine, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
+            share = score_groups(self.suite, rollout, step=step)
         # Of all ranks together, so that what a fault costs does not depend on their number.
         return with_charged_faults(join([scored for scored in self.ranks.gather(share) if scored is not None]))
 
-    def _score_share(
-        self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, group_size: int
-    ) -> ScoredRollout:
-        sampling = Sampling.of(self.spec.rollout)
-        if self.player is not None:
-            rollout = play_groups(self.engine, self.player, rows, sampling, numbers=numbers, group_size=group_size, seed=seed)
-            return score_groups(self.suite, rollout, step=step)
-        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
-        rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
-        return score_groups(self.suite, rollout, step=step)
-
 
 class Rounds:
-    """Rounds in their order.
-
-    Args:
-        collector: samples a round.
-        updates: updates that train on a round.
-        max_staleness: see `rollout.max_staleness`; above 0 for a `VllmEngine` only.
-        may_start: whether the round that begins after this many updates may be started before they were made.
-    """
+    """Rounds in their order; `may_start` says whether the round behind so many updates may be started before they were made."""
 
     def __init__(self, collector: Collector, *, updates: int, max_staleness: int, may_start: Callable[[int], bool]) -> None:
         self._collector, self._updates, self._may_start = collector, updates, may_start
@@ -172,11 +152,7 @@ class Rounds:
         """When (s) the last round was sampled."""
 
     def take(self, number: int) -> Round:
-        """Round `number`, counted from 0; starts later ones. The policy has had all updates of the rounds before it.
-
-        Raises:
-            TrainingError: the policy that sampled it is older than `max_staleness` allows.
-        """
+        """Round `number`, counted from 0; starts later ones. TrainingError where an older policy sampled it than is allowed."""
         if not self.ahead:
             began = time.perf_counter()
             # The engine takes over the weights first: sampled from any others the update would be off-policy.
@@ -226,25 +202,47 @@ class Rounds:
         weights = engine.prepare()
         for each in missing:
             here, version = copy_context(), number * self._updates
-            self._started[each] = self._thread.submit(here.run, self._load_and_sample, weights, each, version)
+            self._started[each] = self._thread.submit(here.run, self._sample, each, version, weights)
 
-    def _load_and_sample(self, weights: Weights, number: int, version: int) -> Round:
+    def _sample(self, number: int, version: int, weights: Weights | None = None) -> Round:
+        """A round, from weights that the engine loads first or from those that it has."""
         engine = self._collector.engine
-        assert isinstance(engine, VllmEngine)
-        if weights is not self._loaded:
+        if weights is not None and weights is not self._loaded and isinstance(engine, VllmEngine):
             engine.load(weights)
             self._loaded = weights
-        return self._sample(number, version)
-
-    def _sample(self, number: int, version: int) -> Round:
         began = time.perf_counter()
         waited = 0.0 if self._ended is None else began - self._ended
         current = self._collector.sample(number, step=number * self._updates + 1, version=version)
         self._ended = time.perf_counter()
         report = current.report
-        if isinstance(self._collector.engine, VllmEngine):
+        if isinstance(engine, VllmEngine):
             report = EngineReport(report.figures | {SAMPLER_WAIT: waited}, report.events)
         return replace(current, report=report)
+
+
+class DemonstrationRounds:
+    """Rounds of kind sft: the demonstrations of the next prompts, as completions that somebody else wrote."""
+
+    ahead = 0
+
+    def __init__(self, found: Demonstrations, schedule: PromptSchedule) -> None:
+        self._found, self._schedule = found, schedule
+
+    def take(self, number: int) -> Round:
+        """Round `number`, counted from 0; no reward compares its texts, and none is left out."""
+        numbers = self._schedule.prompts_of(number)
+        rows, made = [self._found.rows[index] for index in numbers], [self._found.tokens[index] for index in numbers]
+        texts = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made]
+        rollout, count = Rollout(rows, [one.prompt for one in made], texts, group_size=1, seconds=0.0), len(rows)
+        scores = Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
+        gained = Advantages(torch.zeros(count, 1), torch.zeros(count), torch.zeros(count, dtype=torch.bool))
+        return Round(ScoredRollout(rollout, scores, 0.0), gained, 0, rollout.num_tokens, version=number)
+
+    def drop(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing is sampled."""
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:

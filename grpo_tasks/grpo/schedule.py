@@ -66,10 +66,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class PromptSchedule:
-    """Prompts in a new order each epoch, split into rollouts of equal size; a rollout may span two epochs.
-
-    With a mixture each task has epochs of its own.
-    """
+    """Prompts in a new order each epoch, of each task with a mixture, split into rollouts of equal size."""
 
     num_prompts: int
     per_rollout: int
@@ -78,47 +75,32 @@ class PromptSchedule:
 
     def prompts_of(self, rollout: int) -> list[int]:
         """Row numbers of the prompts of one rollout (counted from 0)."""
-        if self.mixture is not None:
-            return self._mixed(self.mixture.turns(rollout * self.per_rollout, (rollout + 1) * self.per_rollout))
         # Positions in the endless sequence of all epochs.
         positions = range(rollout * self.per_rollout, (rollout + 1) * self.per_rollout)
-        orders = {epoch: self._order(epoch) for epoch in {position // self.num_prompts for position in positions}}
-        return [int(orders[position // self.num_prompts][position % self.num_prompts]) for position in positions]
+        orders: dict[tuple[int | str, ...], np.ndarray] = {}
 
-    def _mixed(self, turns: Sequence[tuple[TaskShare, int]]) -> list[int]:
-        orders: dict[tuple[str, int], np.ndarray] = {}
-        chosen = []
-        for task, number in turns:
-            epoch, position = divmod(number, len(task.rows))
-            if (task.name, epoch) not in orders:
-                draw = np.random.default_rng(completion_seed(self.seed, "task", task.name, epoch))
-                orders[task.name, epoch] = draw.permutation(len(task.rows))
-            chosen.append(task.rows[int(orders[task.name, epoch][position])])
-        return chosen
+        def drawn(position: int, size: int, *parts: int | str) -> int:
+            epoch, place = divmod(position, size)
+            if (*parts, epoch) not in orders:
+                draw = np.random.default_rng(completion_seed(self.seed, *parts, epoch))
+                orders[*parts, epoch] = draw.permutation(size)
+            return int(orders[*parts, epoch][place])
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng(completion_seed(self.seed, "epoch", epoch)).permutation(self.num_prompts)
+        if self.mixture is None:
+            return [drawn(position, self.num_prompts, "epoch") for position in positions]
+        turns = self.mixture.turns(positions.start, positions.stop)
+        return [task.rows[drawn(number, len(task.rows), "task", task.name)] for task, number in turns]
 
 
 def num_updates(stage: StageConfig, num_prompts: int) -> int:
     """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
     if stage.max_steps is not None:
         return stage.max_steps
-    rollouts = math.ceil(stage.num_train_epochs * num_prompts / prompts_per_rollout(stage))
-    return rollouts * stage.updates_per_rollout
-
-
-def prompts_per_rollout(stage: StageConfig) -> int:
-    """Prompts of a rollout: those of all the updates that train on it."""
-    return stage.prompts_per_rollout
+    return math.ceil(stage.num_train_epochs * num_prompts / stage.prompts_per_rollout) * stage.updates_per_rollout
 
 
 def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer named by `stage.optim`.
-
-    Raises:
-        ConfigError: an 8-bit optimizer without bitsandbytes.
-    """
+    """The optimizer named by `stage.optim`; ConfigError for an 8-bit one without bitsandbytes."""
     options: dict[str, Any] = {
         "lr": stage.learning_rate,
         "betas": (stage.adam_beta1, stage.adam_beta2),

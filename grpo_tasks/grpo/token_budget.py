@@ -1,7 +1,5 @@
 """`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU, calculated first and then measured.
 
-    plan (planning/memory_plan.py) -> tokens by calculation -> one trial pass -> bytes that it took -> tokens of every pass
-
 The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled; its gradients are dropped.
 Where it does not fit, it is repeated with half of the tokens, and below one completion of full length with gradient
 checkpointing. The outcome is kept in the stage directory, so a stage that is resumed splits its updates in the same way.
@@ -10,7 +8,6 @@ checkpointing. The outcome is kept in the stage directory, so a stage that is re
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,39 +23,25 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.stage import StageConfig
 
 
-@runtime_checkable
-class DeviceMemory(Protocol):
-    """The memory of an accelerator that reports what is allocated."""
-
-    total: float
-    """Bytes of the device."""
-
-    def begin(self) -> float:
-        """Forget the peak so far; returns the bytes that are allocated."""
-
-    def peak(self) -> float:
-        """The most bytes that were allocated at once since `begin`."""
-
-
 class CudaMemory:
-    """Memory of a CUDA device, as torch's allocator counts it."""
+    """Memory of a CUDA device in bytes, as torch's allocator counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total = float(torch.cuda.get_device_properties(device).total_memory)
 
     def begin(self) -> float:
-        """See `DeviceMemory`; also returns unused blocks, so that a failed trial leaves nothing behind."""
+        """Forget the peak so far, and return unused blocks, so that a failed trial leaves nothing behind; what is allocated."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         return float(torch.cuda.memory_allocated(self._device))
 
     def peak(self) -> float:
-        """See `DeviceMemory`."""
+        """The most that was allocated at once since `begin`."""
         return float(torch.cuda.max_memory_allocated(self._device))
 
 
-def device_memory(device: torch.device) -> DeviceMemory | None:
+def device_memory(device: torch.device) -> CudaMemory | None:
     """The memory of a device; None where it is not reported."""
     return CudaMemory(device) if device.type == "cuda" else None
 
@@ -76,16 +59,9 @@ class Budget:
 
 
 def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float | None = None) -> StageConfig:
-    """The stage with the calculated number in the place of `auto`.
+    """The stage with the number calculated for its longest prompt (tokens) in the place of `auto`.
 
-    Args:
-        spec: the stage.
-        policy: the policy that is trained; only its architecture and its device are read.
-        prompt_length: longest prompt in tokens.
-        memory: bytes of the card; None asks the device. Where it reports none, as on a CPU, nothing is limited.
-
-    Raises:
-        ModelError: not even one completion of full length fits, by calculation.
+    Nothing is limited where the device reports no memory (bytes). ModelError where not even one completion fits.
     """
     if spec.stage.max_tokens_per_microbatch != "auto":
         return spec.stage
@@ -102,15 +78,7 @@ def with_measured_budget(
     """The stage with the measured number of tokens, where the config says `auto` and the device reports its memory.
 
     Measured once for a stage: later starts read what the first one has found. Sharded weights stay with the calculation, because
-    a rank that runs out of memory would leave the others waiting.
-
-    Args:
-        stage: the stage with the calculated number.
-        policies: run the trial. Their layers are checkpointed from now on if the stage needs it.
-        directory: where the outcome is kept.
-        events: get one line with both numbers.
-        prompt_length: longest prompt in tokens.
-        engine: releases its memory before the trial, as it does before an update.
+    a rank that runs out of memory would leave the others waiting. The layers are checkpointed from now on if the stage needs it.
 
     Raises:
         ModelError: not even one completion of full length fits with gradient checkpointing.
@@ -120,8 +88,7 @@ def with_measured_budget(
     if spec.stage.max_tokens_per_microbatch != "auto" or memory is None or not isinstance(calculated, int) or policies.sharded:
         return stage
     # What one rank has read holds for all: a disk on the network may show the file late.
-    kept = ranks.gather(_read(directory.token_budget, calculated))[0]
-    budget = kept
+    budget = ranks.gather(_read(directory.token_budget, calculated))[0]
     if budget is None:
         # A server on the same card sleeps during an update. It was started awake; it sleeps after it was given weights.
         engine.sync()
@@ -131,7 +98,8 @@ def with_measured_budget(
         tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
         budget = Budget(calculated, tokens, checkpointing)
         if ranks.writes:
-            _write(directory.token_budget, budget)
+            with replacing(directory.token_budget) as unfinished:
+                unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")
         added = ", with gradient checkpointing" if checkpointing else ""
         events.report(0, "token_budget", f"{tokens} tokens a pass by measurement, {calculated} by calculation{added}")
     if budget.checkpointing:
@@ -139,7 +107,7 @@ def with_measured_budget(
     return stage.model_copy(update={"max_tokens_per_microbatch": budget.measured})
 
 
-def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: DeviceMemory) -> Budget:
+def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: CudaMemory) -> Budget:
     completion = plan.prompt_length + plan.rollout.max_completion_length
     # The layout is chosen before the first pass, and the libraries allocate their buffers in it: with few tokens, which fit.
     with torch.no_grad():
@@ -161,7 +129,7 @@ def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: Devi
     raise does_not_fit(plan)
 
 
-def _trial(policies: Policies, batch: TokenBatch, memory: DeviceMemory) -> float | None:
+def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float | None:
     """Bytes that a pass takes beyond what stands; None if it does not fit."""
     trained = [parameter for parameter in policies.model.parameters() if parameter.requires_grad]
     try:
@@ -204,8 +172,3 @@ def _read(path: Path, calculated: int) -> Budget | None:
     except (OSError, ValueError, TypeError):
         return None
     return found if found.calculated == calculated else None
-
-
-def _write(path: Path, budget: Budget) -> None:
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")

@@ -1,54 +1,53 @@
-"""One stage, from its first update (or its last checkpoint) to its result.
+"""One stage of any kind, from its first update (or its last checkpoint) to its result.
 
-    rollout -> score -> advantages -> microbatches -> update -> journal -> verdict -> checkpoint
+    kind        a round                               what an update trains on                its loss
+    grpo        completions, scored, with advantages  all of them                             policy gradient (losses.py)
+    rejection   the same                              the best of each group (microbatches)   cross entropy
+    sft         demonstrations of the next prompts    all of them                             cross entropy
 
-Trainer.train is that loop. What each word means is in a module of its own: rounds (the first three), microbatches, learner
-(update), measure (journal), stage/watch (verdict), stage/save_restore (checkpoint).
+Trainer.train is the loop.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.launch import rollout_engine
+from grpo_tasks.grpo.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.grpo.measure import GpuMeter, Stopwatch, completions_table, held_out_metrics, rollout_metrics
-from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, length_metrics, rollout_metrics
+from grpo_tasks.grpo.microbatches import Microbatch, chosen_completions, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Collector, Round, Rounds
-from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates, prompts_per_rollout
+from grpo_tasks.grpo.rounds import Collector, DemonstrationRounds, Round, Rounds
+from grpo_tasks.grpo.sampler import rollout_engine
+from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.conversations.play import Player
-from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, completion_seed
+from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
-from grpo_tasks.stage.checkpoint import Checkpoints, Counters, TrainingState
-from grpo_tasks.stage.finish import Ending, best_step, finished, restore_best, save_best, save_final, write_completions
+from grpo_tasks.stage.checkpoint import Checkpoints, TrainingState
+from grpo_tasks.stage.finish import best_step, finished, restore_best, save_weights, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
-from grpo_tasks.stage.journal import Events, Journal
+from grpo_tasks.stage.journal import Counters, Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
-from schemas.config.stage import StageConfig
 from schemas.errors import JudgeUnavailableError, NotFiniteError
-from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
+from schemas.metrics import DROPPED_GROUPS, EPOCH, KEPT_COMPLETIONS, KEPT_REWARD, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
 from schemas.prompts import PromptRow
 from schemas.results.model import StageResult
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The updates that train on a round."""
-
-    updates: list[list[Microbatch]]
-    """The microbatches of each update; every iteration over the round goes through them again."""
-    old_logps: list[list[torch.Tensor]] | None
-    """For each microbatch the log-probabilities under the policy that sampled; None when the round feeds one update only."""
+Update = tuple[Sequence[Microbatch], Sequence[Tensor] | None]
+"""The microbatches of an update, and for each of them the log-probabilities [N, T] under the policy that sampled; None where the
+round feeds no other update."""
 
 
 class Trainer:
@@ -62,22 +61,27 @@ class Trainer:
         self.stage = stage
         self.ranks = Ranks.of(spec, pick_device(spec.resources))
         self.device, writes = self.ranks.accelerator.device, self.ranks.writes
+        self._began = self._update_began = time.perf_counter()
         self.seed = completion_seed(spec.seed, stage.name)
         torch.manual_seed(self.seed)
         self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
         if player is not None:
             # It knows the tools.
             self.tokenizer = player.tokenizer
-        self.rows = self._training_rows()
-        self.held_out = _held_out_rows(spec)
+        self.rows = read_prompts(spec.train)
+        self.demonstrations = self._read_demonstrations() if stage.kind == "sft" else None
+        self.held_out: list[PromptRow] = []
+        if stage.eval_steps is not None and spec.eval is not None:
+            # The last ones by id, where the evaluation after training takes the first.
+            self.held_out = sorted(read_prompts(spec.eval), key=lambda row: row.prompt_id)[-stage.num_eval_prompts :]
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
-        self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(stage), self.seed, mixture)
+        self.schedule = PromptSchedule(len(self.rows), stage.prompts_per_rollout, self.seed, mixture)
         self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
         longest = spec.interaction.longest_prompt(max(row.prompt_tokens for row in self.rows))
         stage = with_token_budget(spec, model, longest)
         policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
-        self.learner = self._learner(policies, stage)
+        self.learner = Learner(policies, stage, self.ranks, self.updates)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
         if note := uncovered(model, spec.model.lora):
@@ -85,26 +89,25 @@ class Trainer:
         self.guards = Guards(stage.guards, kl_every=self._kl_every)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
-        self.checkpoints = Checkpoints(
-            directory,
-            state,
-            self.counters,
-            self.guards,
-            suite,
-            self.events,
-            stage.save_total_limit,
-            self.ranks.keeps_checkpoints,
-        )
+        keeps, writes = stage.save_total_limit, self.ranks.keeps_checkpoints
+        self.checkpoints = Checkpoints(directory, state, self.counters, self.guards, suite, self.events, keeps, writes)
         self.checkpoints.restore()
-        # After the restore: an engine may copy the weights.
-        engine = self._engine(servers)
+        # After the restore: an engine may copy the weights. A stage that samples nothing needs no such copy.
+        sampled = self.demonstrations is None or bool(self.held_out)
+        engine: RolloutEngine = NoEngine()
+        if sampled:
+            where = {"cuda": self.device.type == "cuda", "ranks": self.ranks.count, "rank": self.ranks.rank}
+            engine = rollout_engine(spec, directory, model, self.tokenizer, servers, **where)
         self.stage = with_measured_budget(stage, policies, directory, self.events, longest, engine)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks, player)
-        self.rounds = Rounds(
-            self.collector, updates=stage.updates_per_rollout, max_staleness=staleness, may_start=self._may_start_ahead
-        )
+        self.source: Rounds | DemonstrationRounds
+        if self.demonstrations is not None:
+            self.source = DemonstrationRounds(self.demonstrations, self.schedule)
+        else:
+            settings = {"updates": stage.updates_per_rollout, "max_staleness": staleness}
+            self.source = Rounds(self.collector, **settings, may_start=self._may_start_ahead)
 
     @property
     def step(self) -> int:
@@ -112,43 +115,43 @@ class Trainer:
         return self.counters.step
 
     def train(self) -> StageResult:
-        """Run the updates that are left: GRPO as in arXiv:2402.03300, algorithm 1.
-
-        Raises:
-            TrainingError: a guard or the time limit stops the stage, or the completions come from another policy.
-        """
-        watch, clock = self._begin(), Stopwatch(self.counters.seconds)
+        """Run the updates that are left: GRPO as in arXiv:2402.03300, algorithm 1. TrainingError where the stage fails."""
+        watch = self._begin()
+        # Without the time between a kill and the resume.
+        self._began = time.perf_counter() - self.counters.seconds
         # A stage killed between its last update and its result is complete already.
         verdict: Verdict = watch.goal(self.step)
         try:
             while not isinstance(verdict, Stop | Fail):
-                clock.start_update()
+                self._update_began = time.perf_counter()
                 if self.step % self.stage.updates_per_rollout == 0:
                     current = self._collect()  # rollout, score, advantages
-                    batch = self._microbatches(current)
-                metrics, fault = self._update(batch)
+                    updates = self._microbatches(current)
+                # Every iteration over the round goes through its updates again.
+                metrics, fault = self._update(updates[self.step % self.stage.updates_per_rollout % len(updates)])
                 metrics |= self._evaluate_held_out()
-                self._record(current, metrics, clock)  # journal
+                self._record(current, metrics)  # journal
                 verdict = self._judge(watch, fault)
-                self._checkpoint(verdict)
+                # A failed stage keeps the checkpoint before the trouble; `_finish` saves a complete one.
+                if not isinstance(verdict, Stop | Fail) and self._checkpoint_due(self.step):
+                    self.checkpoints.save()
         finally:
-            self.rounds.close()
+            self.source.close()
         return self._finish(verdict)
 
-    def _training_rows(self) -> list[PromptRow]:
-        """The rows that the stage trains on, in reading order."""
-        return read_prompts(self.spec.train)
-
-    def _learner(self, policies: Policies, stage: StageConfig) -> Learner:
-        """What makes an update of microbatches."""
-        return Learner(policies, stage, self.ranks, self.updates)
-
-    def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
-        """What samples from the policy."""
-        model, ranks = self.learner.model, self.ranks
-        return rollout_engine(
-            self.spec, self.dir, model, self.tokenizer, servers, device=self.device, ranks=ranks.count, rank=ranks.rank
-        )
+    def _read_demonstrations(self) -> Demonstrations:
+        """The demonstrations of a stage of kind sft; the rows that have none are listed in the stage directory and left out."""
+        settings, limit = self.stage.demonstrations, self.spec.max_completion_tokens
+        assert settings is not None
+        # The words of a demonstration reach the template here for the first time.
+        with limited_templates(self.spec.model.path):
+            found = read_demonstrations(self.rows, settings, self.tokenizer, max_tokens=limit)
+        listed = self.dir.root / REFUSED
+        if self.ranks.writes:
+            found.write(listed)
+        check_share(found, settings, stage=self.stage.name, listed=listed)
+        self.rows = found.rows
+        return found
 
     def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:
@@ -157,18 +160,21 @@ class Trainer:
         off = kl_guard_off(self.stage, measurable=self.learner.policies.measures_kl)
         if off is not None:
             self.events.report(0, "guard_off", off)
+        found = self.demonstrations
+        if found is not None and found.refused:
+            self.events.report(0, "demonstrations_refused", f"{found.summary()}; {REFUSED} names them")
         return Watch(
             self.spec, self.updates, self.journal, self.events, self.guards, agree=lambda late: self.ranks.gather(late)[0]
         )
 
     def _collect(self) -> Round:
-        """The next round: rollout, score, advantages (rounds.py)."""
+        """The next round (rounds.py)."""
         try:
-            current = self.rounds.take(self.step // self.stage.updates_per_rollout)
+            current = self.source.take(self.step // self.stage.updates_per_rollout)
         except JudgeUnavailableError:
             # Nothing is half done here. Rounds ahead were sampled by older weights, which a resumed stage could not repeat.
             # Several ranks save together, and the others wait elsewhere.
-            if not self.rounds.ahead and self.ranks.count == 1:
+            if not self.source.ahead and self.ranks.count == 1:
                 self.checkpoints.save()
             raise
         # Only one rank writes, and each has its own queue to the servers.
@@ -185,15 +191,16 @@ class Trainer:
         # Checkpoints hold no round in flight, and a held-out evaluation needs the engine for itself.
         return step < self.updates and not self._checkpoint_due(step) and not self._evaluation_due(step)
 
-    def _microbatches(self, current: Round) -> Batch:
+    def _microbatches(self, current: Round) -> list[Update]:
         """Split a round into updates, and those into microbatches; several updates need the log-probabilities of now."""
-        rollout, size = current.scored.rollout, self.stage.completions_per_update
+        rollout, stage, size = current.scored.rollout, self.stage, self.stage.completions_per_update
+        chosen = chosen_completions(current.scored, stage) if stage.kind == "rejection" else range(len(rollout.completions))
         updates = [
             make_microbatches(
                 rollout,
                 current.advantages,
-                range(start, start + size),
-                self.stage,
+                [index for index in chosen if start <= index < start + size],
+                stage,
                 max_completion_length=self.spec.max_completion_tokens,
                 device=self.device,
                 ranks=self.ranks,
@@ -202,20 +209,17 @@ class Trainer:
             for start in range(0, len(rollout.completions), size)
         ]
         self._seed_dropout("score")
-        if self.stage.updates_per_rollout == 1:
-            return Batch(updates, None)
-        old = [[self.learner.old_logps(microbatch) for microbatch in microbatches] for microbatches in updates]
-        return Batch(updates, old)
+        if stage.kind != "grpo" or stage.updates_per_rollout == 1:
+            return [(microbatches, None) for microbatches in updates]
+        return [(microbatches, [self.learner.old_logps(each) for each in microbatches]) for microbatches in updates]
 
-    def _update(self, batch: Batch) -> tuple[dict[str, float], NotFiniteError | None]:
+    def _update(self, update: Update) -> tuple[dict[str, float], NotFiniteError | None]:
         """One optimizer step, counted: its figures, or the fault because of which no weight was moved."""
-        index = self.step % self.stage.updates_per_rollout % len(batch.updates)
-        old = batch.old_logps[index] if batch.old_logps is not None else None
         self._seed_dropout("update")
         metrics: dict[str, float] = {}
         fault = None
         try:
-            metrics = self.learner.update(batch.updates[index], old, measure_kl=self._kl_due()).means()
+            metrics = self.learner.update(*update, measure_kl=self._kl_due()).means()
         except NotFiniteError as error:
             fault = error
         self.counters.step += 1
@@ -228,7 +232,8 @@ class Trainer:
 
     def _kl_due(self) -> bool:
         """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
-        if self.stage.has_kl_term or self.stage.kl_every_steps == 0 or not self.learner.policies.measures_kl:
+        stage = self.stage
+        if stage.kind != "grpo" or stage.has_kl_term or not stage.kl_every_steps or not self.learner.policies.measures_kl:
             return False
         return not self.journal.window(KL, last=self.step, size=self._kl_every - 1)
 
@@ -245,9 +250,10 @@ class Trainer:
         scored = self.collector.evaluate_held_out(self.held_out, step=self.step)
         return held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
 
-    def _record(self, current: Round, metrics: dict[str, float], clock: Stopwatch) -> None:
+    def _record(self, current: Round, metrics: dict[str, float]) -> None:
         """Append the update to the journal; write its completions where they are due, and its weights if they are the best."""
-        seconds, self.counters.seconds = clock.update_s, clock.total_s
+        # Sampling, scoring and training count, writing checkpoints does not.
+        seconds, self.counters.seconds = time.perf_counter() - self._update_began, time.perf_counter() - self._began
         sampled = sum(completion.num_written for completion in current.scored.rollout.completions)
         metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
@@ -259,38 +265,37 @@ class Trainer:
         self.journal.append(self.step, metrics)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.ranks.writes:
-            table = completions_table(
-                current.scored,
-                current.advantages.values,
-                stage=self.stage.name,
-                step=self.step,
-                policy_version=current.version,
-            )
+            given, name = (current.scored, current.advantages.values), self.stage.name
+            table = completions_table(*given, stage=name, step=self.step, policy_version=current.version)
             write_completions(self.dir, self.step, table)
         # Before any roll back: the evaluation is that of these weights.
         if self._evaluation_due(self.step) and best_step(self.journal, self.step) == self.step:
-            save_best(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
+            save_weights(self.dir.best, self.learner.model, self.tokenizer, writes=self.ranks.writes)
 
     def _rollout_metrics(self, current: Round) -> dict[str, float]:
-        return rollout_metrics(current.scored, current.advantages)
+        scored = current.scored
+        if self.demonstrations is not None:
+            return length_metrics([len(completion.token_ids) for completion in scored.rollout.completions])
+        metrics = rollout_metrics(scored, current.advantages)
+        if self.stage.kind == "rejection":
+            chosen, totals = chosen_completions(scored, self.stage), scored.scores.totals
+            metrics[KEPT_COMPLETIONS] = len(chosen) / len(totals)
+            if chosen:
+                metrics[KEPT_REWARD] = float(totals[chosen].mean())
+        return metrics
 
     def _judge(self, watch: Watch, fault: NotFiniteError | None) -> Verdict:
         """The watch's verdict; a roll back is carried out, after which the stage may still be complete."""
-        resumable = self._checkpoint_due(self.step) or (not self.rounds.ahead and self.step % self.stage.updates_per_rollout == 0)
+        resumable = self._checkpoint_due(self.step) or (not self.source.ahead and self.step % self.stage.updates_per_rollout == 0)
         verdict = watch.decide(self.step, fault, resumable=resumable)
         if not isinstance(verdict, RollBack):
             return verdict
-        self.rounds.drop()
+        self.source.drop()
         good, factor = self.checkpoints.roll_back(verdict), self.stage.guards.rollback_learning_rate
         self.learner.slow_down(factor)
         detail = f"to the weights of update {good}, because of {verdict.why}; learning rate times {factor:g}"
         self.events.report(self.step, "rolled_back", detail)
         return watch.ending(self.step, resumable=resumable)
-
-    def _checkpoint(self, verdict: Verdict) -> None:
-        """Save where it is due. A failed stage keeps the checkpoint before the trouble; `_finish` saves a complete one."""
-        if not isinstance(verdict, Stop | Fail) and self._checkpoint_due(self.step):
-            self.checkpoints.save()
 
     def _checkpoint_due(self, step: int) -> bool:
         return self._due(self.stage.save_steps, step)
@@ -305,11 +310,7 @@ class Trainer:
         return step % (max(1, round(every / per_rollout)) * per_rollout) == 0
 
     def _finish(self, verdict: Verdict) -> StageResult:
-        """Write the last checkpoint, the trained weights and the result.
-
-        Raises:
-            TrainingError: the stage failed.
-        """
+        """Write the last checkpoint, the trained weights and the result; raise the error of a stage that failed."""
         if isinstance(verdict, Fail):
             if verdict.save:
                 self.checkpoints.save()
@@ -322,21 +323,16 @@ class Trainer:
         if best == self.step or verdict.why == "target" or not self.stage.load_best_model_at_end:
             best = None
         if best is None:
-            save_final(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
+            save_weights(self.dir.final, self.learner.model, self.tokenizer, writes=self.ranks.writes)
         elif self.ranks.writes:
             restore_best(self.dir)
         self.ranks.wait()
-        ending = Ending(self.step, verdict.why, self.counters.resumed, self.counters.seconds, best)
-        # Only the rank that wrote the weights can hash them: ranks on other nodes may have disks of their own.
-        result = self.ranks.gather(finished(self.dir, self.spec, self.journal, ending) if self.ranks.writes else None)[0]
+        mine = None
+        if self.ranks.writes:
+            # Only the rank that wrote the weights can hash them: ranks on other nodes may have disks of their own.
+            mine = finished(self.dir, self.spec, self.journal, self.counters, stopped=verdict.why, best_step=best)
+        result = self.ranks.gather(mine)[0]
         assert result is not None
         if self.ranks.writes:
             result.save(self.dir.result)
         return result
-
-
-def _held_out_rows(spec: StageSpec) -> list[PromptRow]:
-    """Rows for held-out evaluations while training: the last ones by id, where the evaluation after training takes the first."""
-    if spec.stage.eval_steps is None or spec.eval is None:
-        return []
-    return sorted(read_prompts(spec.eval), key=lambda row: row.prompt_id)[-spec.stage.num_eval_prompts :]

@@ -1,8 +1,5 @@
 """Which layers of a model get an adapter, and which do not.
 
-    model.lora --add_adapter--> PeftModel, or an error that names what `target_modules` cannot mean
-                PeftModel --uncovered--> a sentence about the weights without an adapter, where somebody may expect one
-
 peft drops a name that matches nothing as long as another one matches, unties tied embeddings only when they are merged, adapts
 layers whose weights a model reads without calling the layer, and renames some layers when it loads what it saved. All of these
 are found here, before the first update.
@@ -34,21 +31,19 @@ _ROW = 16
 
 
 def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[int]] | None = None) -> PeftModel:
-    """The base with a new adapter.
-
-    Args:
-        base: the base model; it becomes part of the result.
-        settings: shape and targets of the adapter.
-        rows: trained rows of added tokens, as peft takes them.
-
-    Raises:
-        ConfigError: a name in `target_modules` matches no layer, or layers that cannot have an adapter.
-    """
+    """The base with a new adapter, and trained rows as peft takes them. ConfigError for wrong `target_modules`."""
     unfit = unfit_layers(base)
     policy = _added(base, settings, rows, unfit)
-    lost = _lost_layers(policy)
+    lost = set[str]()
+    if policy.device.type != "meta":
+        # peft applies transformers' renamings of checkpoints to the names of an adapter, and some match twice (Laguna): it then
+        # does not find again what it saved.
+        result = set_peft_model_state_dict(policy, get_peft_model_state_dict(policy, save_embedding_layers=False))
+        lost = {name.partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name}
     if lost:
-        policy = _added(policy.unload(), settings, rows, unfit | dict.fromkeys(lost, "peft loses what it saved for it"))
+        reason = "peft loses what it saved for it"
+        unfit |= {name.removeprefix("base_model.model."): reason for name in sorted(lost)}
+        policy = _added(policy.unload(), settings, rows, unfit)
     _check_shared(policy)
     return policy
 
@@ -83,12 +78,16 @@ def _added(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[i
     missing = [name for name in unmatched if name in (config.target_modules or ())]
     if missing or refused is not None:
         head = base.get_output_embeddings()
-        known = {full for full, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+        full = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+        known = sorted({name.rpartition(".")[2] for name in full})
         # For several reasons: experts of which one tensor holds two layers, dropout on experts.
         message = f"{', '.join(missing)}: no layer of the model has this name"
         if refused is not None and "not found" not in refused:
             message = f"peft refuses the adapter: {refused}"
-        raise ConfigError(message, place=PLACE, fix=_nearest(missing, sorted({name.rpartition(".")[2] for name in known})))
+        near = [match for name in missing for match in difflib.get_close_matches(name.rpartition(".")[2], known, n=1)]
+        meant = f"did you mean {', '.join(near)}? " if near else ""
+        fix = f"{meant}the layers are {', '.join(known)}; or target_modules: all-linear"
+        raise ConfigError(message, place=PLACE, fix=fix)
     assert isinstance(policy, PeftModel)
     return policy
 
@@ -114,8 +113,7 @@ def unfit_layers(model: PreTrainedModel) -> dict[str, str]:
 def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict[str, bool] | None:
     """The layers that a training pass over text calls, and whether each computes W x + b; None where the pass fails.
 
-    A layer of a vision tower is not called, nor one whose weight the model reads (Gemma 3n in training), and the router of a
-    mixture of experts may be a linear layer that returns more (PhiMoE, Llama 4).
+    Not called are those of a vision tower. The router of a mixture of experts may return more (PhiMoE, Llama 4).
     """
     found: dict[str, bool] = {}
 
@@ -155,18 +153,6 @@ def _is_plain(module: Any, given: tuple[Any, ...], out: Any) -> bool:
         return True
     wanted = linear(given[0], weight, module.bias).float()
     return bool((out.float() - wanted).abs().mean() <= 0.05 * wanted.abs().mean())
-
-
-def _lost_layers(policy: PeftModel) -> list[str]:
-    """Full names of adapted layers whose adapter peft does not find again in what it saves.
-
-    It applies transformers' renamings of checkpoints to the names of an adapter, and some match twice (Laguna).
-    """
-    if policy.device.type == "meta":
-        return []
-    result = set_peft_model_state_dict(policy, get_peft_model_state_dict(policy, save_embedding_layers=False))
-    missing = {name.partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name}
-    return sorted(name.removeprefix("base_model.model.") for name in missing)
 
 
 def _check_shared(policy: PeftModel) -> None:
@@ -233,13 +219,6 @@ def _check_name(model: PreTrainedModel, name: str, unfit: dict[str, str]) -> Non
                 place=PLACE,
                 fix=f"remove {name}, or name the linear layers in it",
             )
-
-
-def _nearest(wanted: Iterable[str], known: list[str]) -> str:
-    """The names nearest to the wanted ones, and all names that layers have."""
-    near = [match for name in wanted for match in difflib.get_close_matches(name.rpartition(".")[2], known, n=1)]
-    meant = f"did you mean {', '.join(near)}? " if near else ""
-    return f"{meant}the layers are {', '.join(known)}; or target_modules: all-linear"
 
 
 def _matches(full: str, name: str) -> bool:

@@ -1,8 +1,7 @@
 """Prompts and completions as padded tensors.
 
 A prompt that several completions share is stored once; `prompt_of` maps each completion to its row of the prompts. All rows are
-padded on the right. A causal model attends to the left only, so no real token ever sees padding, and what the model computes at a
-padded position is never read.
+padded on the right: a causal model attends to the left only, so no real token ever sees padding.
 
 A completion's first token is predicted by the last token of its prompt. In training all tokens pass through the model as one row
 (`packed`). Decoding encodes the tokens before the prompt's last one (`context`) once per prompt, and begins with that last token:
@@ -12,11 +11,11 @@ A completion's first token is predicted by the last token of its prompt. In trai
                                                     predicts     x y z
 
 In training, completions of a prompt that begin alike continue one stem: the prompt with their common start
-(attention/common_start.py). A token of that start is computed once, and its log-probability counts for each of them.
+(attention/common_start.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -31,15 +30,12 @@ class TokenBatch:
     """P different prompts of at most S tokens, and N completions of at most T tokens."""
 
     prompt_ids: Int[Tensor, "P S"]
-    """Token ids, 0 where padded."""
+    """Token ids, 0 where padded; the masks are True for real tokens."""
     prompt_mask: Bool[Tensor, "P S"]
-    """True for real tokens."""
     prompt_of: Int[Tensor, " N"]
     """Row of `prompt_ids` that each completion belongs to."""
     completion_ids: Int[Tensor, "N T"]
-    """Token ids, 0 where padded."""
     completion_mask: Bool[Tensor, "N T"]
-    """True for real tokens."""
     completion_cells: Int[Tensor, " M"]
     """The same as places in the flattened mask, row by row."""
     packed: "PackedTokens"
@@ -47,10 +43,7 @@ class TokenBatch:
 
     @property
     def context_ids(self) -> Int[Tensor, "P C"]:
-        """Prompts without their last token, C = S - 1.
-
-        In a prompt shorter than S the dropped column is padding, so its last token is still there; `context_mask` excludes it.
-        """
+        """Prompts without their last token, C = S - 1; in a short one it is still there, and `context_mask` excludes it."""
         return self.prompt_ids[:, :-1]
 
     @property
@@ -77,7 +70,7 @@ class PackedTokens:
     """All tokens that pass through the model as one row: [all stems | all own parts].
 
     A stem is a prompt, with the common start of its completions where they share one. The own part of a completion is what
-    follows, without its last token, which predicts nothing. It continues its stem, so its positions count from the stem's end.
+    follows, without its last token, which predicts nothing; its positions count from its stem's end.
     """
 
     ids: Int[Tensor, "1 L"]
@@ -100,34 +93,6 @@ class PackedTokens:
     """Which of the U predictions is that of each completion token, completion by completion; None: each has its own, in order."""
 
 
-@dataclass(slots=True)
-class _Row:
-    """The row while it is put together, on the host."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    stem_lengths: list[int] = field(default_factory=list)
-    own_lengths: list[int] = field(default_factory=list)
-    stem_of: list[int] = field(default_factory=list)
-
-    def add_stem(self, tokens: Sequence[int]) -> int:
-        """The place of its first token."""
-        place = len(self.ids)
-        self.ids += tokens
-        self.positions += range(len(tokens))
-        self.stem_lengths.append(len(tokens))
-        return place
-
-    def add_own(self, tokens: Sequence[int], stem: int) -> int:
-        """The place of its first token."""
-        place, begin = len(self.ids), self.stem_lengths[stem]
-        self.ids += tokens
-        self.positions += range(begin, begin + len(tokens))
-        self.own_lengths.append(len(tokens))
-        self.stem_of.append(stem)
-        return place
-
-
 def _packed(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
@@ -137,21 +102,32 @@ def _packed(
     share_starts: bool,
 ) -> PackedTokens:
     # Made on the host and moved once: a read of a mask on the device would make the host wait for it.
-    row = _Row()
+    ids: list[int] = []
+    positions: list[int] = []
+    stem_lengths: list[int] = []
+    own_lengths: list[int] = []
+    stem_of: list[int] = []
     found = _divided(prompts, completions, prompt_of, share_starts=share_starts)
     # The place of the last prompt token of each stem, which predicts the first token of its completions.
     firsts = []
     for prompt, branch in found:
         # A shorter one may end within the common start.
         start = max((completions[index] for index in branch.members), key=len)[: branch.start]
-        firsts.append(row.add_stem([*prompts[prompt], *start]) + len(prompts[prompt]) - 1)
+        firsts.append(len(ids) + len(prompts[prompt]) - 1)
+        ids += [*prompts[prompt], *start]
+        stem_lengths.append(len(prompts[prompt]) + len(start))
+        positions += range(stem_lengths[-1])
     places: list[list[int]] = [[] for _ in completions]
     for stem, (_, branch) in enumerate(found):
         for index in branch.members:
-            size, first = len(completions[index]), firsts[stem]
-            own = row.add_own(completions[index][branch.start : -1], stem)
+            size, first, place, begin = len(completions[index]), firsts[stem], len(ids), stem_lengths[stem]
+            own = completions[index][branch.start : -1]
+            ids += own
+            positions += range(begin, begin + len(own))
+            own_lengths.append(len(own))
+            stem_of.append(stem)
             inside = min(size, branch.start + 1)  # tokens that the stem predicts
-            places[index] = [*range(first, first + inside), *range(own, own + size - inside)]
+            places[index] = [*range(first, first + inside), *range(place, place + size - inside)]
     predictors = [place for each in places for place in each]
     targets = [token for completion in completions for token in completion]
     scores_of = None
@@ -162,12 +138,12 @@ def _packed(
             scores_of = [numbers[pair] for pair in zip(predictors, targets, strict=True)]
             predictors, targets = ([*each] for each in zip(*numbers, strict=True))
     return PackedTokens(
-        ids=moved(torch.tensor(row.ids), device)[None],
-        positions=moved(torch.tensor(row.positions), device)[None],
-        stem_lengths=row.stem_lengths,
-        tail_lengths=[length - len(prompts[prompt]) + 1 for length, (prompt, _) in zip(row.stem_lengths, found, strict=True)],
-        own_lengths=row.own_lengths,
-        stem_of=row.stem_of,
+        ids=moved(torch.tensor(ids), device)[None],
+        positions=moved(torch.tensor(positions), device)[None],
+        stem_lengths=stem_lengths,
+        tail_lengths=[length - len(prompts[prompt]) + 1 for length, (prompt, _) in zip(stem_lengths, found, strict=True)],
+        own_lengths=own_lengths,
+        stem_of=stem_of,
         predictors=moved(torch.tensor(predictors, dtype=torch.long), device),
         targets=moved(torch.tensor(targets, dtype=torch.long), device),
         predicting=moved(torch.tensor(sorted(set(predictors)), dtype=torch.long), device),
@@ -206,15 +182,7 @@ def token_batch(
     device: torch.device,
     share_starts: bool = False,
 ) -> TokenBatch:
-    """Pad token ids into one batch.
-
-    Args:
-        prompts: token ids of the prompts. Those that no completion belongs to are left out.
-        completions: token ids of N completions.
-        prompt_of: for each completion the index of its prompt in `prompts`.
-        device: where the tensors are placed.
-        share_starts: compute the common start of the completions of a prompt once.
-    """
+    """The batch of N completions and their prompts; with `share_starts` a common start is computed once."""
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
@@ -234,10 +202,7 @@ def token_batch(
 
 
 def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
-    """Rows of different lengths as one tensor of ids (0 where padded) and one mask, at least one column wide.
-
-    With `left` the padding comes first, as `generate` of transformers needs it: it continues every row at the last column.
-    """
+    """Rows of different lengths as one tensor of ids, 0 where padded, and one mask, at least one column wide."""
     lengths = [len(row) for row in rows]
     sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
     mask = columns >= len(columns) - sizes if left else columns < sizes  # [N, L]
@@ -254,10 +219,7 @@ def fill(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N L"], dtype: torc
 
 
 def position_ids(mask: Bool[Tensor, "N L"]) -> Int[Tensor, "N L"]:
-    """Position of each token, counted over the real tokens of its row.
-
-    Padding repeats the position before it (0 at the start of a row), which rotary embeddings accept and nothing reads. Counting
-    real tokens matters where padding lies inside a row, between a context and its completion.
-    """
+    """Position of each token, counted over the real tokens of its row: padding may lie between a context and its completion."""
+    # Padding repeats the position before it, 0 at the start, which rotary embeddings accept and nothing reads.
     # Mask 0 1 1 0 1 gives cumsum 0 1 2 2 3 and positions 0 0 1 1 2.
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

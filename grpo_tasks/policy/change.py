@@ -5,10 +5,8 @@
 
 A fixed tolerance cannot tell: a careful training moves a log-probability by less than rounding a large model does. The KL
 divergence sees both ways to lose, a change that rounding removed and noise that it added. For small differences it is the square
-of a length (the Fisher metric; Amari 1998, doi:10.1162/089976698300017746), hence the root.
-
-The distance is measured after held-out prompts, at every token of a likeliest and of a sampled completion, by the model's own
-forward pass. `weight_shares` asks the same of each weight, also of those that the prompts did not reach.
+of a length (the Fisher metric; Amari 1998, doi:10.1162/089976698300017746), hence the root. `weight_shares` asks the same of each
+weight, also of those that the texts did not reach.
 """
 
 import inspect
@@ -23,7 +21,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import pad
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
@@ -102,48 +100,32 @@ def complete(
     greedy: bool,
     sampling: Sampling | None = None,
 ) -> list[Text]:
-    """One completion of each prompt, the likeliest or a sampled one, by transformers' generate.
-
-    Args:
-        model: the model.
-        tokenizer: of the model.
-        prompts: token ids.
-        max_new_tokens: longest completion.
-        greedy: always take the likeliest token.
-        sampling: how tokens are drawn. None: by the model's own generation config, as a user of the files gets them.
-    """
+    """One completion of each prompt by transformers' generate, as `sampling` or else the model's own config says."""
     # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(list(prompts), left=True)
     config = model.generation_config if sampling is None else generation_of(model, tokenizer, sampling)
     ends = frozenset(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
-    with _generating(causal_model(model), config), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.long().to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=not greedy,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
-    rows = out[:, ids.shape[1] :].tolist()
-    return [
-        Text(prompt, _until_end(row, ends | {tokenizer.pad_token_id}), greedy) for prompt, row in zip(prompts, rows, strict=True)
-    ]
-
-
-@contextmanager
-def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Generate by a config. Given to generate() instead, what it leaves open would come from the model's own."""
-    own, model.generation_config = model.generation_config, config
+    # Given to generate() instead, what the config leaves open would come from the model's own.
+    causal = causal_model(model)
+    own, causal.generation_config = causal.generation_config, config
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            out = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.long().to(model.device),
+                max_new_tokens=max_new_tokens,
+                do_sample=not greedy,
+                pad_token_id=tokenizer.pad_token_id,
+            )
     finally:
-        model.generation_config = own
-
-
-def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:
-    return row[: next((index + 1 for index, token in enumerate(row) if token in ends), len(row))]
+        causal.generation_config = own
+    texts, ends = [], ends | {tokenizer.pad_token_id}
+    for prompt, row in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True):  # [N, S + T] -> [N, T]
+        # Rows that end early are filled with padding.
+        length = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+        texts.append(Text(prompt, row[:length], greedy))
+    return texts
 
 
 def record(policy: CausalLM, texts: Sequence[Text]) -> PolicyRecord:
@@ -224,14 +206,9 @@ class Shares:
 def weight_shares(policy: CausalLM, base: nn.Module | None, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, Shares]:
     """Share of the change of the weights that is left after rounding: in all of them together, and in each.
 
-    A weight W was to become W + D, and becomes W + E. Its share is the part of E in the direction of D, <E, D> / <D, D>: rounding
-    noise, which has no direction, does not count for it. (The norm of E would count it: rounding a change to half and adding
-    noise can leave the norm as it was.) A share above 1 is as wrong as one below, so 1.1 counts as 0.9.
-
-    Args:
-        policy: base + adapter, or a model that was trained in full, in float32.
-        base: what a model trained in full started from, in float32; None for base + adapter.
-        dtypes: the precisions to round to.
+    A weight W was to become W + D, and becomes W + E. Its share is <E, D> / <D, D>, the part of E in the direction of D: rounding
+    noise has no direction and does not count. A share of 1.1 is as wrong as one of 0.9, and counts as that. `base` is what a
+    model trained in full started from, None for base + adapter; both are in float32.
     """
     sums = {dtype: dict[str, tuple[float, float]]() for dtype in dtypes}
     for name, weight, change in changes(policy, base):
@@ -256,10 +233,7 @@ def _share(pairs: Sequence[tuple[float, float]]) -> float:
 
 @torch.no_grad()
 def changes(policy: CausalLM, base: nn.Module | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, weight of the base and change of each trained weight.
-
-    One at a time, because all changes together are as large as the model. Arguments as in `weight_shares`.
-    """
+    """Name, weight of the base and change of each trained weight, one at a time: together they are as large as the model."""
     if base is not None:
         started = dict(base.named_parameters())
         for name, weight in policy.named_parameters():

@@ -12,14 +12,7 @@ Message = Mapping[str, str]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a prompt.
-
-    A chat is rendered by the tokenizer's template up to the beginning of the assistant's turn. A plain prompt is tokenised as it
-    stands, and begins with the special tokens that the tokenizer writes before any text, such as BOS (content/chat.py).
-
-    Raises:
-        ModelError: the prompt is a chat and the tokenizer has no chat template.
-    """
+    """Token ids of a prompt up to the beginning of the assistant's turn; ModelError for a chat without a chat template."""
     if messages[0]["role"] == PLAIN:
         return text_ids(tokenizer, [messages[0]["content"]])[0]
     if not tokenizer.chat_template:
@@ -39,10 +32,7 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> frozenset[int]:
     """Token ids that end a turn: the tokenizer's, those of the model's generation config, and the one of the chat template."""
     end = turn_end(tokenizer)
+    listed = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
     # A model that was tuned with this template ends with its token, whatever the other two name.
-    ends = [tokenizer.eos_token_id, None if end is None else tokenizer.convert_tokens_to_ids(end), *_listed(generation_eos)]
+    ends = [tokenizer.eos_token_id, None if end is None else tokenizer.convert_tokens_to_ids(end), *listed]
     return frozenset(number for number in ends if number is not None)
-
-
-def _listed(eos: int | Sequence[int] | None) -> list[int]:
-    return [eos] if isinstance(eos, int) else list(eos or [])

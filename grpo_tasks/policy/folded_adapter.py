@@ -87,26 +87,17 @@ def stays_apart(layer: LoraLinear) -> bool:
 
 
 class FoldedPolicy:
-    """Holds `model`, a plain causal model that equals base + adapter as of the last `sync`.
-
-    A policy without an adapter needs no copy: `model` is the policy itself.
-
-    Args:
-        policy: the policy.
-        fold: fold the adapter into 16-bit weights too, so that the model has the base's layers only.
-    """
+    """Holds `model`, a plain causal model that equals base + adapter as of the last `sync`; `fold` folds 16-bit weights too."""
 
     def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
-        self.model: PreTrainedModel
         self._fold = fold
         self._pairs: list[tuple[LoraLinear, Any]] = []
         """Adapted layers and their counterparts in the copy."""
         self._rows: dict[int, FoldedRows] = {}
         """Weights with trained rows, by the id of the base weight; tied layers share one."""
+        self.model: PreTrainedModel = policy
         if isinstance(policy, PeftModel):
             self.model = self._copy_without_adapter(policy.get_base_model())
-        else:
-            self.model = policy
         self.sync()
 
     @torch.no_grad()
@@ -128,13 +119,19 @@ class FoldedPolicy:
         for name, module in list(twin.named_modules()):
             original: Any = base.get_submodule(name)
             if isinstance(module, TrainableTokensWrapper):
-                _replace(twin, name, self._with_rows(original, module))
+                # Where the output layer is tied to the embeddings, both have the same base weight.
+                key = id(original.original_module.weight)
+                if key not in self._rows:
+                    self._rows[key] = FoldedRows(original)
+                inner: Any = module.original_module
+                inner.weight = self._rows[key].weight
+                twin.set_submodule(name, inner)
             if not isinstance(module, LoraLinear):
                 continue  # layers of other kinds stay as peft built them, and share their adapter
             layer: Any = original.base_layer
             if not self._fold and stays_apart(original):
                 apart = LowRankLinear(original, layer.weight, layer.bias)
-                _replace(twin, name, apart)
+                twin.set_submodule(name, apart)
                 self._pairs.append((original, apart))
                 continue
             # A layer of the base's own class, which may compute W x in a way of its own. LoRA does not train biases, so they
@@ -142,21 +139,6 @@ class FoldedPolicy:
             plain = copy.copy(layer)
             weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
             plain._parameters = {**layer._parameters, "weight": weight}
-            _replace(twin, name, plain)
+            twin.set_submodule(name, plain)
             self._pairs.append((original, plain))
         return twin.eval()
-
-    def _with_rows(self, source: TrainableTokensWrapper, module: TrainableTokensWrapper) -> nn.Module:
-        """The layer of the copy that `module` wraps, with a weight that follows the trained rows of `source`."""
-        base = source.original_module.weight
-        # Where the output layer is tied to the embeddings, both have the same base weight.
-        if id(base) not in self._rows:
-            self._rows[id(base)] = FoldedRows(source)
-        plain: Any = module.original_module
-        plain.weight = self._rows[id(base)].weight
-        return plain
-
-
-def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)

@@ -12,7 +12,7 @@ seeded weights, and its own back afterwards, to the bit.
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -50,10 +50,7 @@ _GROWTH = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class CheckRows:
-    """Two prompts with two completions each, of unequal lengths: what leaks from one row to the next, or from padding, shows.
-
-    A microbatch of the stage may hold a single completion, whose packed row is an ordinary sequence.
-    """
+    """Two prompts with two completions each, of unequal lengths: what leaks from one row to the next, or from padding, shows."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -119,10 +116,7 @@ class ForwardScores:
         return cls(logps, entropies)
 
     def difference(self, truth: "ForwardScores") -> float:
-        """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans.
-
-        The worst completion counts, because what leaks may change a few tokens only. A sum would drown them.
-        """
+        """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans."""
         worst = 0.0
         for found, wanted in ((self.logps, truth.logps), (self.entropies, truth.entropies)):
             size = max(1.0, torch.cat(wanted).abs().mean().item())
@@ -133,13 +127,7 @@ class ForwardScores:
 
 
 def fault_of(difference: float, dtype: str, shift: float = math.inf) -> str | None:
-    """What is wrong with numbers that differ so much from the truth; None if rounding in this precision explains it.
-
-    Args:
-        difference: from the truth.
-        dtype: of the base weights.
-        shift: what `shaken_adapter` gave; 0 without an adapter.
-    """
+    """What is wrong with numbers that differ so much from the truth; None if rounding explains it."""
     if math.isnan(difference):
         # `no_mask` is nan (attention/shared_prompt.py).
         return "one of its layers does not pass the prompt on"
@@ -154,55 +142,43 @@ def _tolerance(dtype: str) -> float:
 
 @torch.no_grad()
 def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> ForwardScores:
-    """What transformers' own forward pass says about the completions.
-
-    Args:
-        model: the policy; its active adapter counts.
-        rows: prompts and completions.
-        temperature: divides the logits.
-
-    Raises:
-        ModelError: transformers' own forward pass fails.
-    """
-    logits = []
-    # For models that cannot, the logits of all tokens are computed; the last ones are the same.
-    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
-    with _as_published(model):
-        for prompt_row, completion in zip(rows.prompt_of, rows.completions, strict=True):
-            ids = torch.tensor([rows.prompts[prompt_row] + completion], device=model.device)
-            # The logits after the prompt's last token and after all of the completion's tokens but the last.
-            try:
-                out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
-                raise ModelError(
-                    f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
-                    f"text: {type(error).__name__}: {str(error)[:200]}",
-                    place="model.path, model.lora.target_modules",
-                    fix="name the layers of the adapter one by one, or another model",
-                ) from error
-            logits.append(out.logits[0, -len(completion) - 1 : -1] / temperature)
-    return ForwardScores.of_logits(logits, rows.completions)
-
-
-@contextmanager
-def _as_published(model: CausalLM) -> Iterator[None]:
-    """The model as transformers and peft built it: their layers, in eval mode, with eager attention where it has some."""
+    """What transformers' own forward pass says about the completions; its active adapter counts. ModelError where it fails."""
+    # The layers that transformers and peft built, in eval mode, with eager attention where the model has some.
     causal, was_training = causal_model(model), model.training
     changed = [(module, module.__class__) for module in model.modules() if published_class(module) is not module.__class__]
-    with ExitStack() as stack:
-        if causal._can_set_attn_implementation():
-            stack.enter_context(attention(causal.config, "eager"))
+    with attention(causal.config, "eager") if causal._can_set_attn_implementation() else nullcontext():
         model.eval()
         for module, _ in changed:
             module.__class__ = published_class(module)
         try:
-            yield
+            logits = _true_logits(model, rows)
         finally:
             for module, lean in changed:
                 module.__class__ = lean
             model.train(was_training)
+    return ForwardScores.of_logits([each / temperature for each in logits], rows.completions)
+
+
+def _true_logits(model: CausalLM, rows: CheckRows) -> list[Float[Tensor, "_ V"]]:
+    logits = []
+    # For models that cannot, the logits of all tokens are computed; the last ones are the same.
+    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
+    for prompt_row, completion in zip(rows.prompt_of, rows.completions, strict=True):
+        ids = torch.tensor([rows.prompts[prompt_row] + completion], device=model.device)
+        # The logits after the prompt's last token and after all of the completion's tokens but the last.
+        try:
+            out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
+            raise ModelError(
+                f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
+                f"text: {type(error).__name__}: {str(error)[:200]}",
+                place="model.path, model.lora.target_modules",
+                fix="name the layers of the adapter one by one, or another model",
+            ) from error
+        logits.append(out.logits[0, -len(completion) - 1 : -1])
+    return logits
 
 
 @contextmanager
@@ -223,15 +199,18 @@ def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[Non
 def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str) -> Iterator[float]:
     """Give the active adapter seeded weights for a while, and then its own back.
 
-    Yields how far they move the policy on these rows: 0 where there is no adapter, inf where it is certainly far enough.
-
-    Args:
-        model: the policy.
-        rows: what the policy is compared on.
-        dtype: of the base weights. In float32 the tolerance is so small that nothing has to be tried.
+    Yields how far they move the policy on these rows: 0 without an adapter, inf where it is certainly far enough: for base
+    weights in float32 the tolerance is so small that nothing has to be tried.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)] if isinstance(model, PeftModel) else []
-    seconds = list(_second_matrices(layers))
+    seconds: list[tuple[Tensor, float]] = []
+    """The matrix B of every active adapter, and the standard deviation that gives it the size `ADAPTER_SHARE`."""
+    for layer in model.modules() if isinstance(model, PeftModel) else ():
+        for name in layer.active_adapters if isinstance(layer, LoraLayer) else ():
+            part: Any = layer.lora_B[name] if name in layer.lora_B else layer.lora_embedding_B.get(name)
+            if part is not None:
+                # Of x with mean square 1, A x has a mean square of about 1/3 as peft draws A, and B A x one of r std^2 / 3.
+                std = ADAPTER_SHARE / (layer.scaling[name] * (layer.r[name] / 3) ** 0.5)
+                seconds.append((part if isinstance(part, Tensor) else part.weight, std))
     kept = [(weight, weight.detach().clone()) for weight, _ in seconds]
     try:
         if isinstance(model, PeftModel) and kept and dtype != "float32":
@@ -260,14 +239,3 @@ def _shake(seconds: Sequence[tuple[Tensor, float]], times: int) -> None:
     for number, (weight, std) in enumerate(seconds):
         values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * (times * std)
         weight.copy_(shard_like(values.to(weight.dtype).to(weight.device), weight))
-
-
-def _second_matrices(layers: Sequence[LoraLayer]) -> Iterator[tuple[Tensor, float]]:
-    """The matrix B of every active adapter, and the standard deviation that gives it the size `ADAPTER_SHARE`."""
-    for layer in layers:
-        for name in layer.active_adapters:
-            part: Any = layer.lora_B[name] if name in layer.lora_B else layer.lora_embedding_B.get(name)
-            if part is not None:
-                # Of x with mean square 1, A x has a mean square of about 1/3 as peft draws A, and B A x one of r std^2 / 3.
-                std = ADAPTER_SHARE / (layer.scaling[name] * (layer.r[name] / 3) ** 0.5)
-                yield (part if isinstance(part, Tensor) else part.weight), std

@@ -24,21 +24,20 @@ def predict_only(model: CausalLM) -> None:
     if not isinstance(layers, nn.ModuleList):
         return
     for name, module in list(layers[-1].named_modules()):
-        if _may_leave_out(name, module):
+        # A mixture of experts sorts the tokens by expert, so it is left as it is. Projections without an adapter stay what they
+        # are, because fused decoding reads them.
+        adapted = name in ("self_attn.q_proj", "self_attn.o_proj") and adapts_linear(module)
+        if adapted or (name == "mlp" and isinstance(module, LeanMlp)):
             module.__class__ = subclass_of(type(module), PredictingTokens)
+
+    def begin(layer: nn.Module, _: tuple[Any, ...], options: dict[str, Any]) -> None:
+        attention = options.get("shared_prompt")
+        if isinstance(attention, PackedAttention):
+            _narrow(layer, attention.predicting)
+
     # Hooks of the layer and no block around the pass: with gradient checkpointing the layer runs again in the backward pass.
-    layers[-1].register_forward_pre_hook(_begin, with_kwargs=True)
-    layers[-1].register_forward_hook(_end, always_call=True)
-
-
-def _begin(layer: nn.Module, _: tuple[Any, ...], options: dict[str, Any]) -> None:
-    attention = options.get("shared_prompt")
-    if isinstance(attention, PackedAttention):
-        _narrow(layer, attention.predicting)
-
-
-def _end(layer: nn.Module, *_: Any) -> None:
-    _narrow(layer, None)
+    layers[-1].register_forward_pre_hook(begin, with_kwargs=True)
+    layers[-1].register_forward_hook(lambda layer, *_: _narrow(layer, None), always_call=True)
 
 
 def _narrow(layer: nn.Module, places: Tensor | None) -> None:
@@ -47,14 +46,6 @@ def _narrow(layer: nn.Module, places: Tensor | None) -> None:
         for module in layer.modules():
             if isinstance(module, PredictingTokens):
                 module.places = places
-
-
-def _may_leave_out(name: str, module: nn.Module) -> bool:
-    if name == "mlp":
-        # A mixture of experts sorts the tokens by expert, so it is left as it is.
-        return isinstance(module, LeanMlp)
-    # Layers without an adapter stay what they are, because fused decoding reads them.
-    return name in ("self_attn.q_proj", "self_attn.o_proj") and adapts_linear(module)
 
 
 class PredictingTokens:

@@ -36,20 +36,15 @@ def _once(function: Function) -> Function:
 def use_lean_layers(model: nn.Module) -> None:
     """Let the layers of a policy that is trained keep less, in place."""
     for module in list(model.modules()):
-        lean = None if isinstance(module, LeanAdapter | LeanNorm | LeanMlp) else _lean_class(module)
-        if lean is not None:
-            module.__class__ = lean
-
-
-def _lean_class(module: nn.Module) -> type | None:
-    """The class to change a module to; None where there is none."""
-    if adapts_linear(module):
-        return subclass_of(type(module), LeanAdapter)
-    if norm_offset(type(module)) is not None:
-        return subclass_of(type(module), LeanNorm, offset=norm_offset(type(module)))
-    if _activation(module) is not None and is_gated_mlp(type(module)):
-        return subclass_of(type(module), LeanMlp)
-    return None
+        if isinstance(module, LeanAdapter | LeanNorm | LeanMlp):
+            continue
+        kind = type(module)
+        if adapts_linear(module):
+            module.__class__ = subclass_of(kind, LeanAdapter)
+        elif norm_offset(kind) is not None:
+            module.__class__ = subclass_of(kind, LeanNorm, offset=norm_offset(kind))
+        elif _activation(module) is not None and is_gated_mlp(kind):
+            module.__class__ = subclass_of(kind, LeanMlp)
 
 
 @_once
@@ -151,14 +146,7 @@ class AddLowRank(torch.autograd.Function):
     """y + scale (x A^T) B^T: the adapter of a layer that computes y in a way of its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """The sum [*batch, O] of y [*batch, O], which stays as it is, and x [*batch, I] through A [r, I] and B [O, r]."""
         ctx.scale, ctx.trained = scale, a.dtype
         a, b = a.to(y.dtype), b.to(y.dtype)
@@ -201,7 +189,8 @@ class LeanNorm:
             compiled: Tensor = super().forward(x)  # type: ignore[misc]
             return compiled
         weight = self.offset + self.weight.float() if self.offset else self.weight.to(x.dtype)
-        result: Tensor = RmsNorm.apply(x, weight, _epsilon(self))
+        epsilon = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        result: Tensor = RmsNorm.apply(x, weight, float(epsilon))
         return result
 
 
@@ -249,10 +238,6 @@ def norm_backward(
     return slope.mul_(inverse).addcmul_(wide, along).to(x.dtype), d_weight
 
 
-def _epsilon(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
 @_once
 def norm_offset(kind: type[nn.Module]) -> float | None:
     """What the class adds to its weight (0 in most models, 1 in Gemma's); None if it is no RMS norm of that kind."""
@@ -290,10 +275,7 @@ Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor
 """A function of one number, and its gradient: (gradient of the result, argument) -> gradient of the argument."""
 ACTIVATIONS: dict[str, Activation] = {
     "silu": (functional.silu, _silu_backward),
-    "gelu_tanh": (
-        lambda x: functional.gelu(x, approximate="tanh"),
-        lambda grad, x: _gelu_backward(grad, x, approximate="tanh"),
-    ),
+    "gelu_tanh": (lambda x: functional.gelu(x, approximate="tanh"), lambda grad, x: _gelu_backward(grad, x, approximate="tanh")),
 }
 _ACTIVATION_OF = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 

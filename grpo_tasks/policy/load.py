@@ -1,7 +1,4 @@
-"""Load a model and its tokenizer from a `ModelRef`, with or without an adapter, and save what was trained.
-
-Safetensors only and no remote code: downloaded weights are data and never run as programs.
-"""
+"""Load a model and its tokenizer, and save what was trained. Safetensors only and no remote code: weights are never run."""
 
 import copy
 import ctypes
@@ -48,11 +45,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def pick_device(resources: ResourcesConfig) -> torch.device:
-    """The device to compute on. Also sets torch's number of threads and its determinism.
-
-    Raises:
-        ModelError: resources.device is cuda and no CUDA device is available.
-    """
+    """The device to compute on; also sets torch's threads and determinism. ModelError where cuda is asked for and not there."""
     if resources.num_threads:
         torch.set_num_threads(resources.num_threads)
     if resources.device == "cuda" and not torch.cuda.is_available():
@@ -63,33 +56,20 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     if resources.deterministic:
         # cuBLAS reads it when CUDA is first used: products then get the same workspace every time, and so the same algorithm.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    _keep_freed_memory()
-    wanted = "cuda" if resources.device == "auto" and torch.cuda.is_available() else resources.device
-    return torch.device("cpu" if wanted == "auto" else wanted)
-
-
-def _keep_freed_memory() -> None:
-    """Tell the C library to keep freed memory instead of returning it to the kernel.
-
-    An update allocates the same blocks again and again. Fetching them from the kernel page by page takes a fifth of its time on a
-    CPU.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # The C library keeps freed memory: an update allocates the same blocks again and again, and fetching them from the kernel
+    # page by page takes a fifth of its time on a CPU.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
             mallopt(option, 2**31 - 1)
+    if resources.device != "auto":
+        return torch.device(resources.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def load_errors(what: str, place: str) -> Iterator[None]:
-    """Turn whatever a library raises over missing, damaged or unsuitable files into a `ModelError`.
-
-    Args:
-        what: what is being loaded, for the message.
-        place: the config field or folder, for the message.
-    """
+    """Turn whatever a library raises over missing, damaged or unsuitable files into a `ModelError` that names `what`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -103,16 +83,9 @@ def load_errors(what: str, place: str) -> Iterator[None]:
 def load_tokenizer(
     ref: ModelRef, config: ModelConfig | None = None, template: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base weights: pads on the left and has a pad token.
+    """The tokenizer of the base weights: pads on the left and has a pad token. ModelError where it cannot be loaded.
 
-    Args:
-        ref: names the base weights.
-        config: its added tokens are added to the tokenizer of its own model. Other models, such as a merged one or the champion,
-            have the tokens that they were saved with.
-        template: variables of the chat template, `rollout.chat_template_kwargs`.
-
-    Raises:
-        ModelError: it cannot be loaded.
+    The added tokens of `config` belong to its own model only: models made from it have those that they were saved with.
     """
     with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
@@ -131,11 +104,7 @@ def adds_tokens(ref: ModelRef, config: ModelConfig) -> bool:
 
 
 def loading_dtype(ref: ModelRef, config: ModelConfig) -> str:
-    """The precision that base weights are loaded in: model.dtype.
-
-    What a stage trained in full, a merged model and the champion hold what was learned in their weights. Where model.dtype would
-    round it away they are loaded as they were saved.
-    """
+    """The precision of the base weights: model.dtype, or as they were saved where that would round away what they learned."""
     learned = ref.sha256 is not None and ref.adapter is None
     return (rounds(config.dtype, Path(resolve(ref.path))) if learned else None) or config.dtype
 
@@ -149,19 +118,9 @@ def load_base(
     quantize: bool = False,
     token_seed: int = 0,
 ) -> PreTrainedModel:
-    """The base model in eval mode, without gradients.
+    """The base model in eval mode, without gradients; ModelError where it cannot be loaded. `dtype` overrides `loading_dtype`.
 
-    Args:
-        ref: names the weights; its adapter is ignored.
-        config: precision, attention and quantization.
-        device: where the model is placed.
-        dtype: overrides `loading_dtype`.
-        quantize: apply the config's quantization.
-        token_seed: of the initial embeddings of added tokens; the seed of the run. An adapter brings its own, so it has no
-            influence on base + adapter.
-
-    Raises:
-        ModelError: the weights cannot be loaded.
+    `token_seed`, the seed of the run, decides the initial embeddings of added tokens; an adapter brings its own.
     """
     model = _from_files(ref, config, device, dtype=dtype or loading_dtype(ref, config), quantize=quantize)
     if adds_tokens(ref, config):
@@ -181,14 +140,12 @@ def load_base(
 
 def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dtype: str, quantize: bool) -> PreTrainedModel:
     """The model as transformers loads it, with attention that computes what the model says, and without noise."""
-    load = partial(
-        AutoModelForCausalLM.from_pretrained,
-        resolve(ref.path),
-        revision=ref.revision,
-        dtype=getattr(torch, dtype),
-        use_safetensors=True,
-        **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
-    )
+    given: dict[str, Any] = {"revision": ref.revision, "dtype": getattr(torch, dtype), "use_safetensors": True}
+    if quantize and config.quantization != "none":
+        kind, computing = config.quantization, getattr(torch, config.dtype)
+        bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computing)
+        given |= {"quantization_config": bits, "device_map": {"": device}}
+    load = partial(AutoModelForCausalLM.from_pretrained, resolve(ref.path), **given)
     with load_errors("the model", f"model.path: {ref.path}"):
         try:
             model = load(attn_implementation=config.attn_implementation)
@@ -204,53 +161,30 @@ def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dty
             place=f"model.path: {ref.path}",
             fix="name another model",
         )
-    _disable_noise(model)
-    if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
-        # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
-        model.set_attn_implementation("eager")
-    return model
-
-
-def _disable_noise(model: PreTrainedModel) -> None:
-    """No noise in training but the dropout of the adapter (`lora_dropout`): the sampler has none, so ratios to it would be noise.
-
-    It is in modules of its own, or in attributes that a layer hands to its attention or to its loop over layers.
-    """
+    # No noise in training but the dropout of the adapter (`lora_dropout`): the sampler has none, so ratios to it would be noise.
+    # It is in modules of its own, or in attributes that a layer hands to its attention or to its loop over layers.
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
             if isinstance(value, float) and any(kind in name for kind in ("dropout", "pdrop", "layerdrop")):
                 setattr(module, name, 0.0)
-
-
-def _quantized(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    kind = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=config.quantization, bnb_4bit_compute_dtype=getattr(torch, config.dtype)
-    )
-    return {"quantization_config": kind, "device_map": {"": device}}
+    if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
+        # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
+        model.set_attn_implementation("eager")
+    return model
 
 
 def load_policy(
     ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None, token_seed: int = 0
 ) -> CausalLM:
-    """The base model, with the reference's adapter on top if it has one; for sampling and comparing, not for training.
-
-    Raises:
-        ModelError: the weights or the adapter cannot be loaded.
-    """
+    """The base model with the adapter of `ref`, if it has one, for sampling and comparing."""
     base = load_base(ref, config, device=device, dtype=dtype, token_seed=token_seed)
-    if ref.adapter is None:
-        return base
-    return _over(base, ref.adapter).eval()
+    return base if ref.adapter is None else _over(base, ref.adapter).eval()
 
 
 def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -> PeftModel:
-    """The base with a saved adapter on top.
-
-    Raises:
-        ModelError: it cannot be loaded, or not all of it.
-    """
+    """The base with a saved adapter on top; ModelError where it cannot be loaded, or not all of it."""
     with load_errors("the adapter", str(adapter)):
         policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable)
         saved = load_peft_weights(str(adapter), device="cpu")
@@ -258,7 +192,11 @@ def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -
     # peft only warns of what it does not find again under transformers' renamings of checkpoints (Laguna's shared experts).
     # Beside its own tensors a file may hold the base's embeddings.
     own = {name: tensor for name, tensor in saved.items() if ".lora_" in name or name in loaded}
-    lost = [name for name, tensor in own.items() if name not in loaded or not _same(loaded[name], tensor)]
+    lost = [
+        name
+        for name, tensor in own.items()
+        if name not in loaded or not torch.equal(loaded[name].cpu(), tensor.to(loaded[name].dtype))
+    ]
     if lost:
         raise ModelError(
             f"{len(lost)} of the adapter's {len(own)} tensors do not reach the model: {', '.join(lost[:3])}",
@@ -268,44 +206,35 @@ def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -
     return policy
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.cpu(), other.to(one.dtype))
-
-
 def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int, token_seed: int = 0) -> CausalLM:
-    """The policy that a stage trains. It continues the adapter of the previous stage; a first stage gets a new adapter.
+    """The policy that a stage trains: with the adapter of the previous stage, or a new one whose weights `seed` decides.
 
-    With `config.lora` null all weights are trained. Trainable weights are float32 whatever the base's precision: many updates are
-    too small to change a bfloat16 weight.
-
-    Args:
-        ref: base weights, and the adapter of the previous stage.
-        config: the adapter's shape, precision and checkpointing.
-        device: where the model is placed.
-        seed: of a new adapter's weights.
-        token_seed: see `load_base`.
-
-    Raises:
-        ModelError: the weights or the adapter cannot be loaded.
+    Trained weights are float32 whatever the base's precision: many updates are too small to change a bfloat16 weight.
     """
     base = load_base(ref, config, device=device, quantize=True, token_seed=token_seed)
     if config.lora is not None and ref.adapter is not None:
         return _for_training(_over(base, ref.adapter, is_trainable=True), config)
     torch.manual_seed(seed)
-    return new_policy(base, config, _trained_ids(ref, config))
+    tokenizer = load_tokenizer(ref, config) if config.added_tokens else None
+    # Those that the tokenizer had before are trained as well: somebody named them.
+    ids = [token_id(tokenizer, token.token) for token in added_tokens(config)] if tokenizer is not None else []
+    return new_policy(base, config, ids)
 
 
 def new_policy(base: PreTrainedModel, config: ModelConfig, trained_ids: Sequence[int] = ()) -> CausalLM:
-    """The base with a new adapter, or with all weights to be trained, ready for training.
-
-    Args:
-        base: the base model; it becomes part of the policy.
-        config: the adapter's shape and checkpointing.
-        trained_ids: added tokens whose rows are trained.
-    """
-    if config.lora is None:
+    """The base with a new adapter and the trained rows of some added tokens, or with all weights to be trained."""
+    lora = config.lora
+    if lora is None:
         return _for_training(base.float().requires_grad_(True), config)
-    return _for_training(_with_adapter(config, base, list(trained_ids)), config)
+    rows = row_targets(base, list(trained_ids))
+    taken = sorted(name for name in rows or () if name.rpartition(".")[2] in lora.target_modules)
+    if taken:
+        raise ModelError(
+            f"{taken[0]} cannot have low-rank matrices and trained rows at once",
+            place="model.lora.target_modules",
+            fix="leave it out, or remove model.added_tokens",
+        )
+    return _for_training(add_adapter(base, lora, rows), config)
 
 
 def _for_training(model: CausalLM, config: ModelConfig) -> CausalLM:
@@ -331,10 +260,7 @@ def compile_layers(model: CausalLM) -> None:
 
 
 def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
-    """The trained weights by name, gathered from all processes; None where each process holds the complete model.
-
-    Collective: with sharded weights every process has to call it.
-    """
+    """The trained weights, gathered from all processes, which all call this; None where each holds the complete model."""
     if not is_sharded(model):
         return None
     return {name: gather_shards(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -343,14 +269,7 @@ def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
 def save_trained(
     model: CausalLM, tokenizer: PreTrainedTokenizerBase, directory: Path, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights: the adapter alone, or after full fine-tuning the complete model with its tokenizer.
-
-    Args:
-        model: the trained model.
-        tokenizer: saved with a complete model.
-        directory: the folder to write to.
-        weights: the weights from `trained_weights`; None takes those of the model.
-    """
+    """Write the trained weights, from `trained_weights` or the model: the adapter, or the complete model with tokenizer."""
     if isinstance(model, PeftModel):
         # peft would add all embeddings of a model with more tokens than its files; the trained rows are in the adapter.
         embeddings = False if trains_rows(model) else "auto"
@@ -390,10 +309,7 @@ def generation_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, sampling:
 
 
 def order_modules(file: Path) -> None:
-    """Sort the layer names in adapter_config.json.
-
-    peft writes them in the order of a set, which differs between processes, so the same adapter would have different bytes.
-    """
+    """Sort the layer names in adapter_config.json, whose order differs between processes: one adapter has one form in bytes."""
     config = json.loads(file.read_text(encoding="utf-8"))
     for name in ("target_modules", "target_parameters", "exclude_modules"):
         if isinstance(config.get(name), list):
@@ -407,36 +323,11 @@ def trains_rows(model: PeftModel) -> bool:
     return config.trainable_token_indices is not None
 
 
-def _trained_ids(ref: ModelRef, config: ModelConfig) -> list[int]:
-    """The ids of the added tokens. Those that the tokenizer had before are trained as well: somebody named them."""
-    if not config.added_tokens:
-        return []
-    tokenizer = load_tokenizer(ref, config)
-    return [token_id(tokenizer, token.token) for token in added_tokens(config)]
-
-
-def _with_adapter(config: ModelConfig, base: PreTrainedModel, trained_ids: list[int]) -> PeftModel:
-    lora = config.lora
-    assert lora is not None
-    rows = row_targets(base, trained_ids)
-    taken = sorted(name for name in rows or () if name.rpartition(".")[2] in lora.target_modules)
-    if taken:
-        raise ModelError(
-            f"{taken[0]} cannot have low-rank matrices and trained rows at once",
-            place="model.lora.target_modules",
-            fix="leave it out, or remove model.added_tokens",
-        )
-    return add_adapter(base, lora, rows)
-
-
 def save_for_server(model: PreTrainedModel, directory: Path, *, untie: bool) -> None:
-    """Write a model without an adapter for a rollout server.
+    """Write a model without an adapter for a rollout server; with `untie` the output layer is stored apart from tied embeddings.
 
-    Args:
-        model: the model; unchanged.
-        directory: the folder to write to.
-        untie: store the output layer apart from the embeddings it is tied to. vLLM on a CPU multiplies with a packed copy of the
-            output layer, and reloads that copy only if the layer has a weight of its own in the files.
+    vLLM on a CPU multiplies with a packed copy of the output layer, and reloads it only if the layer has a weight of its own in
+    the files.
     """
     if not (untie and model.config.tie_word_embeddings):
         model.save_pretrained(str(directory))
@@ -462,11 +353,7 @@ def save_plain(
     token_seed: int,
     untie: bool = False,
 ) -> None:
-    """Write the model that a server starts with: complete with its added tokens and with its adapter merged.
-
-    Raises:
-        ModelError: the weights or the adapter cannot be loaded.
-    """
+    """Write the model that a server starts with: complete with its added tokens and with its adapter merged."""
     policy = load_policy(ref, config, device=torch.device("cpu"), token_seed=token_seed)
     model = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
     save_for_server(model, directory, untie=untie)

@@ -56,29 +56,23 @@ def completion_logprobs(
     entropy_gradients: bool = False,
     count_hits: bool = False,
 ) -> TokenScores:
-    """Score every token of every completion.
+    """Score every token of N completions of P prompts, at the temperature at which they were sampled.
 
-    Args:
-        model: a causal language model, with or without a PEFT adapter.
-        batch: P prompts and N completions.
-        temperature: the sampling temperature of the completions.
-        layout: how prompts and completions pass through the model.
-        entropy_gradients: let gradients flow through the entropies too.
-        count_hits: find out which tokens the model ranks first, too.
-
-    Raises:
-        UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
+    UnsupportedError where the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
     packed = batch.packed
     # The plain layout computes every completion token; the packed one may compute one for several completions.
     targets = packed.targets if layout == "packed" else batch.completion_ids[batch.completion_mask]
     hits = torch.zeros(len(targets), device=targets.device) if count_hits else None
-    logps, entropies = forward_pass(
-        model,
-        lambda: _scored(
-            model, batch, targets, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients, hits=hits
-        ),
-    )
+
+    def scored() -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        # Only the tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
+        hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
+        limit = CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU
+        given = (OwnHead(model), hidden, targets, temperature)
+        return score_tokens(*given, entropy_gradients=entropy_gradients, hits=hits, chunk_elements=limit)
+
+    logps, entropies = forward_pass(model, scored)
     if layout == "packed" and packed.scores_of is not None:
         # [U] -> [M]; the backward pass adds up what the completions ask of a shared token.
         logps, entropies = logps.index_select(0, packed.scores_of), entropies.index_select(0, packed.scores_of)
@@ -96,29 +90,6 @@ def _in_cells(scores: Float[Tensor, " M"], batch: TokenBatch) -> Float[Tensor, "
     mask = batch.completion_mask
     blank = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)
     return blank.index_copy(0, batch.completion_cells, scores).view(mask.shape)
-
-
-def _scored(
-    model: CausalLM,
-    batch: TokenBatch,
-    targets: Int[Tensor, " M"],
-    *,
-    temperature: float,
-    layout: Layout,
-    entropy_gradients: bool,
-    hits: Float[Tensor, " M"] | None,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    # Only the tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
-    hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
-    return score_tokens(
-        OwnHead(model),
-        hidden,
-        targets,
-        temperature=temperature,
-        entropy_gradients=entropy_gradients,
-        hits=hits,
-        chunk_elements=CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU,
-    )
 
 
 def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
@@ -166,8 +137,8 @@ def score_tokens(
     head: nn.Module,
     hidden: Float[Tensor, "M H"],
     targets: Int[Tensor, " M"],
-    *,
     temperature: float,
+    *,
     entropy_gradients: bool = False,
     hits: Float[Tensor, " M"] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
@@ -238,17 +209,9 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        head: nn.Module,
-        temperature: float,
-        rows: int,
-        hits: Tensor | None,
+        ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Module, temperature: float, rows: int, hits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        kept: list[Tensor] = []
-        logps: list[Tensor] = []
-        entropies: list[Tensor] = []
+        kept, logps, entropies = list[Tensor](), list[Tensor](), list[Tensor]()
         minus_one = torch.full((1, 1), -1.0, device=hidden.device)
         for chunk, wanted, found in zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True):
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):

@@ -29,7 +29,6 @@ from grpo_tasks.policy.change import (
     Distance,
     PolicyRecord,
     Shares,
-    Text,
     changes,
     complete,
     distance,
@@ -37,7 +36,7 @@ from grpo_tasks.policy.change import (
     record,
     weight_shares,
 )
-from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
+from grpo_tasks.policy.chat import completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
 from schemas.errors import MergeError
@@ -81,7 +80,6 @@ class _Fingerprint:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "_Fingerprint":
-        """That of a weight with any number of dimensions."""
         values = weight.detach().float().reshape(len(weight) if weight.ndim > 1 else 1, -1)
         generator = torch.Generator().manual_seed(0)
         left, right = (torch.randn(size, generator=generator).to(values.device) for size in values.shape)
@@ -152,7 +150,7 @@ def _measured_merge(
 ) -> tuple[_Evidence, CausalLM | None]:
     """The evidence, and the policy merged in float32."""
     policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
-    prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
+    prompts = [prompt_ids(tokenizer, chat) for chat in spec.prompts]
     texts = [
         text
         for greedy in (True, False)
@@ -168,7 +166,9 @@ def _measured_merge(
         started = load_base(ModelRef(path=spec.model.path, revision=spec.model.revision), spec.model, device=device).float()
         base, found = distance(started, said), weight_shares(policy, started, dtypes)
         del started
-    expected = _expected_weights(policy)
+    # Each adapted weight as it must be after the merge; none of a model that was trained in full.
+    changed = changes(policy, None) if isinstance(policy, PeftModel) else ()
+    expected = {name: _Fingerprint.of(weight + change) for name, weight, change in changed if name.endswith(".weight")}
     merged = _merged(policy)
     exact = distance(merged, said)
     shares = {name: found[getattr(torch, name)] for name in PRECISIONS}
@@ -210,18 +210,18 @@ def _compared(
     dtype: MergedDtype,
     device: torch.device,
 ) -> MergeFigures | RefusedPrecision:
-    """The figures of the saved model, or why its precision is refused.
-
-    Args:
-        spec: the merge.
-        target: folder of the saved model.
-        evidence: what is known about the policy.
-        saved: each weight as it was saved.
-        dtype: the precision.
-        device: where the model is placed.
-    """
+    """The figures of the model in `target`, of which each weight was `saved` so, or why its precision is refused."""
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
-    _check_system_prompt(tokenizer, spec, target)
+    opening = {"role": "system", "content": spec.system_prompt}
+    for chat in spec.prompts:
+        # A template may write the system prompt otherwise when it adds it than when a conversation brings it.
+        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
+            raise MergeError(
+                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
+                "system message",
+                place=str(target / "chat_template.jinja"),
+                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
+            )
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
     share, weights = kept(found, evidence.base), evidence.shares[dtype].total
@@ -229,13 +229,29 @@ def _compared(
     # float32 is the end of the line, and its arithmetic alone is a large part of a change of a few millionths of a nat.
     enough = share >= KEPT or (dtype == "float32" and close)
     if not (close and enough):
-        far = f"it differs from base + adapter by {found.mean:.2g} nats per token on average (limit {tolerance:g})"
-        _refuse_other_weights(saved, reloaded, target, far)
+        far = f"differs from base + adapter by {found.mean:.2g} nats per token on average (limit {tolerance:g})"
+        wrong = _differing(saved, _weights(reloaded))
+        if wrong:
+            raise MergeError(
+                f"the saved model holds other weights than the merged one, and {far}: {wrong}",
+                place=str(target),
+                fix="run the same command again; if the error stays, the disk or a library damages the files",
+            )
         lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
-        reason = far if not close else lost
+        reason = f"it {far}" if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
-    prompts = [text.prompt for text in evidence.record.texts if text.greedy]
-    answers = _answers_of_users(spec, reloaded, tokenizer, prompts[:RECORDED_ANSWERS], target)
+    prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
+    # What a user of the files gets, who sets nothing but the length, and what the training would have gone on with.
+    answers, trained = (
+        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
+        for sampling in (None, spec.sampling)
+    )
+    if answers != trained:
+        raise MergeError(
+            "transformers' generate does not answer with the saved model as the training did",
+            place=str(target / "generation_config.json"),
+            fix="report it with config.json and generation_config.json of the base model",
+        )
     return MergeFigures(
         sha256=folder_sha256(target),
         dtype=dtype,
@@ -257,33 +273,6 @@ def _compared(
             for chat, answer in zip(spec.prompts, answers, strict=False)
         ],
     )
-
-
-def _answers_of_users(
-    spec: MergeSpec, reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], target: Path
-) -> list[Text]:
-    """What a user of the files gets, who sets nothing but the length; refused where the training would have gone on otherwise."""
-    given, trained = (
-        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
-        for sampling in (None, spec.sampling)
-    )
-    if given != trained:
-        raise MergeError(
-            "transformers' generate does not answer with the saved model as the training did",
-            place=str(target / "generation_config.json"),
-            fix="report it with config.json and generation_config.json of the base model",
-        )
-    return given
-
-
-def _refuse_other_weights(saved: Mapping[str, _Fingerprint], reloaded: nn.Module, target: Path, far: str) -> None:
-    wrong = _differing(saved, _weights(reloaded))
-    if wrong:
-        raise MergeError(
-            f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
-            place=str(target),
-            fix="run the same command again; if the error stays, the disk or a library damages the files",
-        )
 
 
 def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
@@ -315,29 +304,9 @@ def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerpri
     return ", ".join(named) + (f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else "")
 
 
-def _expected_weights(policy: CausalLM) -> dict[str, _Fingerprint]:
-    """Each adapted weight as it must be after the merge; empty for a model that was trained in full."""
-    if not isinstance(policy, PeftModel):
-        return {}
-    return {name: _Fingerprint.of(weight + change) for name, weight, change in changes(policy, None) if name.endswith(".weight")}
-
-
 def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, _Fingerprint]:
     """Each weight after rounding to a precision. Tied weights have both names, as in their files."""
     return {name: _Fingerprint.of(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
-
-
-def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
-    """Refuse a template that writes the system prompt otherwise when it adds it than when a conversation brings it."""
-    opening = {"role": "system", "content": spec.system_prompt}
-    for chat in spec.prompts:
-        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
-            raise MergeError(
-                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
-                "system message",
-                place=str(target / "chat_template.jinja"),
-                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
-            )
 
 
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
@@ -346,7 +315,3 @@ def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, 
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     return weights
-
-
-def _chat(chat: list[dict[str, str]]) -> list[Message]:
-    return list(chat)

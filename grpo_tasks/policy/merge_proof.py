@@ -1,9 +1,4 @@
-"""Merges an adapter in a child process, and returns the proof that the merged model is the same policy.
-
-    MergeSpec -> spec.json -> `python -m grpo_tasks.policy DIRECTORY` (merge.py) -> result.json -> MergeProof
-
-Imports no torch: the child process does.
-"""
+"""Merges an adapter in a child process, and returns the proof that the merged model is the same policy; imports no torch."""
 
 import time
 from pathlib import Path
@@ -17,12 +12,7 @@ PROOF_PROMPTS = 16
 
 
 def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof:
-    """Merge in float32, save, reload and compare.
-
-    Args:
-        spec: the model with its adapter, and the chats of the proof.
-        directory: an existing folder; gets spec.json, log.txt and model/.
-        key: content key of the result.
+    """Merge in float32, save, reload and compare; `directory` exists and gets spec.json, log.txt and model/.
 
     Raises:
         MergeError: the merged or the saved model differs from base + adapter, or the precision of the config keeps too little of

@@ -1,12 +1,7 @@
 """Sharding of weights, gradients and optimizer state over the training processes (FSDP2, torch's fully_shard).
 
-    shard(model)                     each decoder layer is a unit that is gathered for its own passes; the rest is one more unit
-    forward_pass(model, work)        runs work that calls layers and head directly, with the outermost unit gathered
-    gather_shards(), shard_like()    a tensor from its shards, for a checkpoint, and back
-    GatheredPolicy                   a complete copy to sample from, updated unit by unit
-
-All of these are collective: every process has to call them equally often and in the same order. On a model that is not sharded
-they change nothing.
+Each decoder layer is a unit that is gathered for its own passes; the rest is one more unit. All functions here are collective:
+every process has to call them equally often and in the same order. On a model that is not sharded they change nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,10 +69,7 @@ def sampling_copy(policy: CausalLM, *, fold: bool = False) -> "FoldedPolicy | Ga
 
 
 class GatheredPolicy:
-    """Holds `model`, a complete plain causal model that equals the sharded policy as of the last `sync`, as `FoldedPolicy` does.
-
-    Decoding with sharded weights would gather each layer for each token; this copy costs the memory of one model instead.
-    """
+    """Holds `model`, a complete plain copy of the sharded policy as of the last `sync`: decoding would gather every layer."""
 
     def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
         base: Any = causal_model(policy)
@@ -102,24 +94,20 @@ class GatheredPolicy:
             # One unit at a time, so that at most one layer is gathered at a time.
             unit.unshard()
             for source, twin in pairs:
-                self._copy_weights(source, twin)
+                others = dict(source.named_parameters(recurse=False))
+                if isinstance(source, LoraLinear):
+                    # The copy has a layer of another kind where the policy has an adapted one.
+                    others = {"bias": source.base_layer.bias}
+                    if isinstance(twin, LowRankLinear):
+                        twin.follow(source)
+                        others["weight"] = source.base_layer.weight
+                    else:
+                        twin.get_parameter("weight").copy_(folded_weight(source))
+                for name, parameter in others.items():
+                    if parameter is not None and (parameter.requires_grad or not self._has_frozen):
+                        getattr(twin, name).copy_(parameter)
             unit.reshard()
         self._has_frozen = True
-
-    def _copy_weights(self, source: nn.Module, twin: Any) -> None:
-        if isinstance(source, LoraLinear):
-            # The copy has a layer of another kind where the policy has an adapted one.
-            others = {"bias": source.base_layer.bias}
-            if isinstance(twin, LowRankLinear):
-                twin.follow(source)
-                others["weight"] = source.base_layer.weight
-            else:
-                twin.weight.copy_(folded_weight(source))
-        else:
-            others = dict(source.named_parameters(recurse=False))
-        for name, parameter in others.items():
-            if parameter is not None and (parameter.requires_grad or not self._has_frozen):
-                getattr(twin, name).copy_(parameter)
 
 
 def _paired(source: nn.Module, twin: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:

@@ -43,26 +43,16 @@ class StackProof:
     kept: float
     """Share of what all trainings together changed that base + stack has."""
     stack: Distance
-    """Of base + stack from the policy."""
+    """From the policy, as the next two: of base + stack, of the base alone, of the merged model that was published."""
     base: Distance
-    """Of the base alone from the policy."""
     merged: Distance
-    """Of the merged model that was published from the policy."""
 
 
 def stack_adapters(adapters: Sequence[Path], base: ModelRef, directory: Path) -> int:
-    """Write one adapter that equals `adapters` on top of each other.
+    """Write one float32 adapter that equals LoRA `adapters` on top of each other into a new folder; returns its rank.
 
-    Args:
-        adapters: folders of LoRA adapters, the first one trained on `base`.
-        base: the model that the stack belongs to; its name is recorded in the adapter.
-        directory: a new folder; gets adapter_config.json and adapter_model.safetensors in float32.
-
-    Returns:
-        The rank of the stack.
-
-    Raises:
-        ModelError: an adapter cannot be read, or holds more than low-rank matrices.
+    The first of them was trained on `base`, whose name the stack records. ModelError where one cannot be read, or holds more than
+    low-rank matrices.
     """
     configs = [_config(folder) for folder in adapters]
     weights: list[dict[str, Tensor]] = []
@@ -109,27 +99,17 @@ def _stack_layer(layer: str, configs: Sequence[LoraConfig], weights: Sequence[di
         down = given.get(layer + DOWN, torch.zeros(config.r, shapes[0].shape[1]))
         up = given.get(layer + UP, torch.zeros(shapes[1].shape[0], config.r))
         downs.append(down.float())
-        ups.append(up.float() * _scale(config))
+        ups.append(up.float() * float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)))
     return {layer + DOWN: torch.cat(downs).contiguous(), layer + UP: torch.cat(ups, dim=1).contiguous()}
 
 
-def _scale(config: LoraConfig) -> float:
-    return float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r))
-
-
 def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, prompts: list[list[dict[str, str]]]) -> StackProof:
-    """Compare base + stack, loaded by peft, with the policy, in float32 on a CPU.
+    """Compare base + stack, loaded by peft, with the policy on held-out chats, in float32 on a CPU.
 
-    Args:
-        adapter: folder of the stack.
-        base: the first base.
-        policy: the last adapter on the model that it was trained on.
-        merged: folder of the merged model, whose chat template is the one of the training.
-        prompts: held-out chats.
+    The policy is the last adapter on the model that it was trained on. The merged model has the chat template of the training.
 
     Raises:
         MergeError: base + stack has less than 95 % of what training changed, or is not what was published.
-        ModelError: one of the models cannot be loaded.
     """
     config = ModelConfig(path=base.path, revision=base.revision)
     tokenizer = load_tokenizer(ModelRef(path=str(merged)))

@@ -1,7 +1,5 @@
 """`python -m grpo_tasks.policy.structure DIRECTORY`: what a base model takes, known from its config alone.
 
-    StructureSpec -> spec.json -> config.json of the model -> the model on the meta device, without weights -> StructureNotes
-
 Names that `target_modules` cannot mean, and prompts with completions beyond the positions that the model has, are found here in a
 second, instead of in the first update.
 """
@@ -29,12 +27,7 @@ OFFSET = 8
 
 
 def check_structure(spec: StructureSpec) -> list[str]:
-    """What to say about the model; empty where there is nothing.
-
-    Raises:
-        ConfigError: the adapter or the lengths do not fit the model.
-        ModelError: as `empty_model`.
-    """
+    """What to say about the model; ConfigError where the adapter or the lengths do not fit it."""
     model = empty_model(spec.path, spec.revision)
     if model is None:
         return []
@@ -44,11 +37,7 @@ def check_structure(spec: StructureSpec) -> list[str]:
 
 
 def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
-    """The model on the meta device; None where its class cannot be built so, which says nothing about the model.
-
-    Raises:
-        ModelError: it takes too much memory.
-    """
+    """The model on the meta device; None where its class cannot be built so. ModelError where it takes too much memory."""
     try:
         config = AutoConfig.from_pretrained(resolve(path), revision=revision)
         with torch.device("meta"), warnings.catch_warnings():
@@ -66,17 +55,9 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
 
 
 def check_positions(model: PreTrainedModel, longest: int) -> str:
-    """Compare the longest prompt and completion with the positions of the model.
+    """A warning where the longest prompt and completion together have positions that the model was not trained on; else empty.
 
-    Args:
-        model: with or without weights.
-        longest: tokens of the longest prompt with the longest completion.
-
-    Returns:
-        A warning where the model computes positions that it was not trained on; empty where all fit.
-
-    Raises:
-        ConfigError: the model has a table of positions, and it is shorter; or its angles change beyond some length.
+    ConfigError where the model has a table of positions, and it is shorter; or where its angles change beyond some length.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -95,7 +76,11 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
             )
     if limit is None or longest <= limit:
         return ""
-    if has_position_table(model, limit):
+    tokens = model.get_input_embeddings()
+    # Positions may be looked up in a table, learned (GPT-2, OPT) or computed once (GPT-J); rotary models have none.
+    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    computed = [len(buffer) for name, buffer in model.named_buffers() if "pos" in name and buffer.ndim == 2]
+    if any(limit <= rows <= limit + OFFSET for rows in [*learned, *computed]):
         raise ConfigError(
             f"{reach}, and the model has a table of {limit:,} positions",
             place="validation.max_prompt_length, rollout.max_completion_length",
@@ -110,14 +95,6 @@ def angles_depend_on_length(model: PreTrainedModel) -> bool:
     # Where layers differ, each kind of layer has a type of its own.
     found = {kind for each in kinds for kind in (each.values() if isinstance(each, Mapping) else [each])}
     return not found.isdisjoint({"dynamic", "longrope"})
-
-
-def has_position_table(model: PreTrainedModel, limit: int) -> bool:
-    """True if the model looks positions up in a table, learned (GPT-2, OPT) or computed once (GPT-J); rotary ones have none."""
-    tokens = model.get_input_embeddings()
-    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
-    computed = [len(buffer) for name, buffer in model.named_buffers() if "pos" in name and buffer.ndim == 2]
-    return any(limit <= rows <= limit + OFFSET for rows in [*learned, *computed])
 
 
 def main(directory: Path) -> None:

@@ -1,10 +1,5 @@
 """Rows of the embeddings, and of the output layer, that belong to added tokens.
 
-    widen(model, ids)             room for the tokens, and initial values for their rows
-    row_targets(model, ids)       which layers train which rows, for peft
-    logits_of(head, hidden)       the output layer with trained rows, without a copy of its weight
-    FoldedRows                    a plain weight that follows the trained rows of an adapted layer
-
 peft keeps the trained rows of an adapter by themselves (`trainable_token_indices`): the base stays as it is, and the adapter
 stays small. Where the output layer is tied to the embeddings, both read the same trained rows.
 """
@@ -57,11 +52,7 @@ def widen(
 
 
 def row_targets(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]] | None:
-    """peft's `trainable_token_indices`: the rows to train by the name of their layer; None without added tokens.
-
-    Raises:
-        ModelError: the output layer has a bias, which peft leaves out.
-    """
+    """The rows to train by the name of their layer, for peft. ModelError where the output layer has a bias."""
     if not ids:
         return None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -52,14 +52,9 @@ class Shifted:
 
 @contextmanager
 def calibrated(policy: CausalLM, ids: list[int], dtype: str) -> Iterator[Shifted]:
-    """The policy with calibration weights in the place of its trained ones, which come back unchanged.
+    """The policy with calibration weights in the place of its trained ones, which come back unchanged, and its probe `ids`.
 
-    Collective: with sharded weights every process has to enter it.
-
-    Args:
-        policy: the trained policy.
-        ids: the probe.
-        dtype: precision of the sampler; the weights are exact in it.
+    The weights are exact in `dtype`, the sampler's precision. Collective: with sharded weights every process has to enter it.
 
     Raises:
         ModelError: no change of the trained weights moves the probe.
@@ -111,12 +106,7 @@ def write_like(adapter: Path, folder: Path) -> None:
 
 
 def rename_keys(folder: Path, start: str | None) -> None:
-    """Write the weights of a folder with the names that a server's model has.
-
-    Args:
-        folder: an adapter or complete weights.
-        start: one of `NAMINGS`.
-    """
+    """Write the weights of a folder, an adapter or a model, with names that begin with `start`, one of `NAMINGS`."""
     if start is None:
         return
     for file in sorted(folder.glob("*.safetensors")):
@@ -129,12 +119,7 @@ def rename_keys(folder: Path, start: str | None) -> None:
 
 
 def likely_namings(folder: Path, served: str | None) -> list[str | None]:
-    """`NAMINGS`, those first under which most weights of a folder have the names of a server's model.
-
-    Args:
-        folder: an adapter or complete weights.
-        served: folder of the model that the server serves, or the name it gives for it.
-    """
+    """`NAMINGS`, those first under which most weights of a folder have names of the served model (a folder, or a name)."""
     theirs = _layers(Path(served)) if served else set()
     ours = {key for file in folder.glob("*.safetensors") for key in _keys(file)}
     return sorted(NAMINGS, key=lambda start: len({_layer(_renamed(key, start)) for key in ours} - theirs))

@@ -18,19 +18,14 @@ class ChatSettings:
     """How answers are sampled."""
 
     temperature: float | None = None
-    """None: what the model's generation config says."""
+    """None: what the model's generation config says, as for top_p."""
     top_p: float | None = None
-    """None: what the model's generation config says."""
     max_new_tokens: int = 256
     greedy: bool = False
 
 
 class ChatSession:
-    """A loaded model and its tokenizer. Safetensors only, no remote code.
-
-    Raises:
-        ModelError: the folder cannot be loaded.
-    """
+    """A loaded model and its tokenizer. Safetensors only, no remote code. ModelError where the folder cannot be loaded."""
 
     def __init__(self, folder: Path) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

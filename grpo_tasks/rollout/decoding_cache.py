@@ -26,17 +26,7 @@ from grpo_tasks.policy.batch import moved
 
 
 class DecodingCache:
-    """One copy of each prompt's keys and values, and those of the new tokens of every row.
-
-    Args:
-        keys: keys of the contexts, layer by layer.
-        values: values of the contexts, layer by layer.
-        lengths: tokens of each context; what lies behind them is padding.
-        prompt_of: prompt of each row.
-
-    Raises:
-        UnsupportedError: the layers differ in their number of key heads.
-    """
+    """One copy of each prompt's keys and values, padded behind `lengths`, and those of the new tokens of every row."""
 
     def __init__(
         self,
@@ -70,16 +60,14 @@ class DecodingCache:
     def make_room(self, columns: int) -> None:
         """Room for `columns` own tokens per row, at least as many as before."""
         for layer, own in enumerate(self._own):  # one by one, so that all of them never exist in both sizes
-            self._own[layer] = _longer(own, columns)
+            # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
+            longer = own.new_zeros(*own.shape[:3], columns, own.shape[4])  # [2, N, K, L, D]
+            longer[..., : own.shape[3], :] = own
+            self._own[layer] = longer
         self._columns = torch.arange(columns, device=self._device)
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
-        """Drop all other rows, and the prompts that have no row left.
-
-        Args:
-            rows: the rows that stay.
-            copies: how many copies of the first one fill the batch up. They are decoded like it.
-        """
+        """Drop all other rows, and the prompts that have no row left; `copies` of the first row fill the batch up."""
         prompt_of = [self._prompt_of[row] for row in rows]
         prompts = sorted(set(prompt_of))
         if len(prompts) < len(self._lengths):
@@ -203,12 +191,7 @@ class DecodingCache:
 
 
 def multiply_into(part: Tensor, multiply: Callable[..., Tensor]) -> None:
-    """Put a product of batches of matrices into a part of a tensor.
-
-    Args:
-        part: a view with gaps between its rows.
-        multiply: makes the product; accepts `out`.
-    """
+    """Put a product of batches of matrices, for which `multiply` accepts `out`, into a view with gaps between its rows."""
     if part.device.type == "cpu":
         # torch multiplies a batch at once only where the result has no gaps. Matrix by matrix takes several times as long.
         part.copy_(multiply())
@@ -219,10 +202,3 @@ def multiply_into(part: Tensor, multiply: Callable[..., Tensor]) -> None:
 def _slots(folded: Float[Tensor, "_ M C"], heads: int) -> Float[Tensor, "_ R C"]:
     """[P K, W R, C] -> [P K W, R, C]."""
     return folded.unflatten(1, (-1, heads)).flatten(0, 1)
-
-
-def _longer(own: Float[Tensor, "2 N K L D"], columns: int) -> Float[Tensor, "2 N K _ D"]:
-    # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
-    longer = own.new_zeros(*own.shape[:3], columns, own.shape[4])
-    longer[..., : own.shape[3], :] = own
-    return longer

@@ -35,11 +35,7 @@ EAGER_STEPS = 3
 
 
 def uniform_numbers(seeds: Sequence[int], length: int, *, device: torch.device) -> Float[Tensor, "N L"]:
-    """`length` uniform numbers in [0, 1) for each seed, float64, the same on every device.
-
-    Philox is a counter-based generator (Salmon et al. 2011, doi:10.1145/2063384.2063405): neighbouring seeds give independent
-    streams.
-    """
+    """`length` uniform numbers in [0, 1) per seed, float64, the same on every device (Philox, doi:10.1145/2063384.2063405)."""
     rows = [np.random.Generator(np.random.Philox(key=seed)).random(length) for seed in seeds]
     return moved(torch.from_numpy(np.stack(rows)), device)
 
@@ -56,24 +52,15 @@ class Drawn:
 
 
 def sample_tokens(
-    logits: Float[Tensor, "N V"],
-    uniform: Float[Tensor, " N"],
-    sampling: Sampling,
-    seen: Bool[Tensor, "N V"] | None = None,
+    logits: Float[Tensor, "N V"], uniform: Float[Tensor, " N"], sampling: Sampling, seen: Bool[Tensor, "N V"] | None = None
 ) -> Drawn:
-    """Sample a token per row.
+    """Sample a token per row by a number in [0, 1) of its own; temperature 0 takes the most likely token.
 
-    Each completion has a random stream of its own. `torch.multinomial` draws from one stream for the whole batch, so a completion
-    would depend on its neighbours.
+    `torch.multinomial` draws from one stream for the whole batch, so a completion would depend on its neighbours. `seen` marks
+    the tokens of each row's prompt and completion, for repetition_penalty.
 
     The order is that of transformers: repetition_penalty, temperature, top_k, top_p, min_p. vLLM applies min_p before top_k and
     top_p; alone, each gives the same distribution in both.
-
-    Args:
-        logits: of the next token.
-        uniform: one number in [0, 1) per row; unused at temperature 0, which takes the most likely token.
-        sampling: temperature, penalty and truncation.
-        seen: the tokens that each row's prompt or completion contains; for repetition_penalty.
     """
     logits = logits.float()
     # Greedy decoding draws from a point mass; reported are the log-probabilities at temperature 1, as vLLM does.
@@ -109,11 +96,11 @@ def inverse_cdf_in_blocks(probabilities: Float[Tensor, "N V"], uniform: Float[Te
     """
     blocks = _in_blocks(probabilities)  # [N, B, C]
     totals = blocks.sum(-1)
-    ends = totals @ _triangle(totals)  # [N, B], cumulative
+    ends = _running_sums(totals)  # [N, B]
     goal = (uniform * ends[:, -1])[:, None]
     block = torch.searchsorted(ends, goal, right=True).clamp(max=ends.shape[1] - 1)  # [N, 1]
     chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [N, C]
-    inner = chosen @ _triangle(chosen)
+    inner = _running_sums(chosen)
     # Rounding may put the number just outside its block; then it means the block's first or last token that has a probability.
     rest = (goal - (ends - totals).gather(1, block)).clamp(min=0.0)
     rest = torch.minimum(rest, inner[:, -1:] * (1 - 2**-50))
@@ -125,22 +112,22 @@ def sums_in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
     """`values.cumsum(-1)`, added in a fixed order on every device."""
     blocks = _in_blocks(values)  # [N, B, C]
     totals = blocks.sum(-1)  # [N, B]
-    before = totals @ _triangle(totals) - totals
-    return (blocks @ _triangle(blocks) + before[:, :, None]).flatten(1)[:, : values.shape[-1]]
+    before = _running_sums(totals) - totals
+    return (_running_sums(blocks) + before[:, :, None]).flatten(1)[:, : values.shape[-1]]
 
 
 def _in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N B C"]:
     return functional.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
-def _triangle(like: Float[Tensor, "*N C"]) -> Float[Tensor, "C C"]:
-    """Ones on and above the diagonal: a product with it gives running sums."""
-    return _ones(like.shape[-1], like.dtype, like.device)
+def _running_sums(values: Float[Tensor, "*N C"]) -> Float[Tensor, "*N C"]:
+    return values @ _triangle(values.shape[-1], values.dtype, values.device)
 
 
 @cache
-def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C C"]:
-    # Made once, not at every step. Outside of inference mode, so that it can be used everywhere.
+def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C C"]:
+    """Ones on and above the diagonal: a product with it gives running sums. Made once, not at every step."""
+    # Outside of inference mode, so that it can be used everywhere.
     with torch.inference_mode(mode=False):
         return torch.ones(size, size, dtype=dtype, device=device).triu()
 
@@ -203,17 +190,13 @@ class Buckets:
 
     def columns(self, needed: int, limit: int) -> int:
         """Room for at least `needed` new tokens per row, of at most `limit`."""
-        return min(limit, _steps_of(needed, self.first_columns))
-
-
-def _steps_of(needed: int, first: int) -> int:
-    """The smallest of first * (1, 1.5, 2, 3, 4, 6, 8, ...) that is not below `needed`; 1.5 is left out for an odd first."""
-    size = first
-    while size < needed:
-        if size % 2 == 0 and size * 3 // 2 >= needed:
-            return size * 3 // 2
-        size *= 2
-    return size
+        size = self.first_columns
+        while size < needed:
+            # 1.5 is left out for an odd number.
+            if size % 2 == 0 and size * 3 // 2 >= needed:
+                return min(limit, size * 3 // 2)
+            size *= 2
+        return min(limit, size)
 
 
 @runtime_checkable
@@ -237,10 +220,7 @@ MakeState = Callable[[CausalLM, TokenBatch], DecodingState]
 
 
 class DecodingLoop:
-    """One batch of requests.
-
-    `alive` has the row and the request of each unfinished completion. Other rows are decoded too, and nobody reads them.
-    """
+    """One batch of requests; `alive` has the row and the request of each unfinished one, and nobody reads the other rows."""
 
     def __init__(
         self,
@@ -266,7 +246,13 @@ class DecodingLoop:
         # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
         self.tokens = prompts.last_ids[prompts.prompt_of]
         self.column = torch.zeros(1, dtype=torch.long, device=device)
-        self.seen = self._prompt_tokens(requests, model) if sampling.repetition_penalty != 1.0 else None
+        self.seen: Bool[Tensor, "N V"] | None = None
+        if sampling.repetition_penalty != 1.0:
+            # The tokens that each row has seen before its first new one.
+            seen = torch.zeros(len(requests), model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+            for row, request in enumerate(requests):
+                seen[row, list(request.prompt_ids)] = True
+            self.seen = moved(seen, device)
         self.record = self._new_record()
         self._replay = Replay(enabled=self.state.static and device.type == "cuda")
 
@@ -293,7 +279,9 @@ class DecodingLoop:
         logits = self.state.forward(self.tokens, self.column)
         uniform = self.uniform.index_select(1, self.column).squeeze(1)  # [N, T] -> [N]
         drawn = sample_tokens(logits, uniform, self.sampling, self.seen)
-        self.record.index_copy_(0, self.column.remainder(len(self.record)), _packed(drawn)[None])
+        # float32 holds every integer up to 2^24, more than any vocabulary has tokens.
+        fields = [drawn.tokens.float(), drawn.logps, *([] if drawn.policy_logps is drawn.logps else [drawn.policy_logps])]
+        self.record.index_copy_(0, self.column.remainder(len(self.record)), torch.stack(fields)[None])
         if self.seen is not None:
             self.seen.scatter_(1, drawn.tokens[:, None], value=True)
         self.tokens.copy_(drawn.tokens)
@@ -302,10 +290,11 @@ class DecodingLoop:
     def _check(self, count: int) -> None:
         """Read the last `count` tokens of every row, and drop the rows that have ended."""
         steps = self.record[:count].tolist()  # [count, 2 or 3, N], the only transfer to the host
-        staying = []
-        for row, request in self.alive:
-            if not self._append(request, [[field[row] for field in step] for step in steps]):
-                staying.append((row, request))
+        staying = [
+            (row, request)
+            for row, request in self.alive
+            if not self._append(request, [[field[row] for field in step] for step in steps])
+        ]
         width = self.buckets.rows(len(staying))
         self.alive = staying
         if not staying or width >= len(self.tokens):
@@ -338,29 +327,12 @@ class DecodingLoop:
         both = self.sampling.changes_distribution and self.sampling.temperature != 0.0
         return torch.zeros(self.buckets.check_every, 3 if both else 2, len(self.tokens), device=self.tokens.device)
 
-    def _prompt_tokens(self, requests: Sequence[Request], model: CausalLM) -> Bool[Tensor, "N V"]:
-        """The tokens that each row has seen before its first new one, as repetition_penalty counts them."""
-        size = model.get_output_embeddings().weight.shape[0]
-        seen = torch.zeros(len(requests), size, dtype=torch.bool)
-        for row, request in enumerate(requests):
-            seen[row, list(request.prompt_ids)] = True
-        return moved(seen, self.tokens.device)
-
-
-def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:
-    # float32 holds every integer up to 2^24, more than any vocabulary has tokens.
-    fields = [drawn.tokens.float(), drawn.logps]
-    return torch.stack(fields if drawn.policy_logps is drawn.logps else [*fields, drawn.policy_logps])
-
 
 class Replay:
     """Runs a step again and again; on CUDA as a graph, which launches all of its kernels at once.
 
     If the capture fails, the steps go on one by one after one warning. The step is given at each call: a loop whose replay kept
     one of its methods would be a cycle, and keys and values of its batch would stay on the card until Python looks for cycles.
-
-    Args:
-        enabled: capture graphs; the device is CUDA.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -374,25 +346,20 @@ class Replay:
     def run(self, step: Callable[[], None]) -> None:
         """One step, which reads and writes tensors that stay where they are until `forget` is called."""
         if self._graph is None and self._enabled and self._eager_steps == EAGER_STEPS:
-            self._graph = self._captured(step)
+            try:
+                graph = torch.cuda.CUDAGraph()
+                # Capturing runs no kernel. One that fails ends on its own stream; the outer block returns to the present one.
+                with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                    step()
+                self._graph = graph
+            except RuntimeError as error:
+                self._enabled = False
+                warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)
         if self._graph is not None:
             self._graph.replay()
             return
         step()
         self._eager_steps += 1
-
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """The graph of one step; capturing runs no kernel."""
-        try:
-            graph = torch.cuda.CUDAGraph()
-            # A capture that fails ends on its own stream; the outer block returns to the present one.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                step()
-        except RuntimeError as error:
-            self._enabled = False
-            warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)
-            return None
-        return graph
 
 
 def unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:

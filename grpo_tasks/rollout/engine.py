@@ -1,7 +1,5 @@
 """The interface of a rollout engine and its data types.
 
-    generate(requests, sampling) -> completions        sync() -> the engine samples from the policy's current weights
-
 Where tools or an environment answer (conversations/play.py), a completion is everything after the prompt: the turns of the policy
 and what was said between them. An engine samples one turn, and `play` joins them.
 
@@ -27,16 +25,14 @@ class Completion:
     """All tokens after the prompt, including the one that ended the completion (end of turn, end of a stop string)."""
     logprobs: list[float]
     """Log-probability (nats) of each token under the distribution it was drawn from: after repetition_penalty, temperature,
-    top_k, top_p and min_p. The correction for the sampler divides by this probability, as TRL's does. 0 where the policy did not
-    write the token; whoever reads them masks those."""
+    top_k, top_p and min_p. The correction for the sampler divides by it. 0 where the policy did not write the token."""
     text: str
     """The decoded tokens of the policy's last turn without special tokens, except those that are part of a stop string. The stop
     string itself is included only with `include_stop_str_in_output`."""
     finish_reason: Literal["stop", "length"]
     policy_logprobs: list[float] | None = None
-    """Log-probability (nats) of each token under the sampler's model at the sampling temperature alone. The trainer computes the
-    same, so any difference is a mismatch between the two; `logprobs` would differ by design whenever top_k, top_p, min_p or
-    repetition_penalty change the distribution. None: the engine does not report it."""
+    """Log-probability (nats) of each token under the sampler's model at the sampling temperature alone: any difference from the
+    trainer's is a mismatch. None: the engine does not report it."""
     written: list[bool] | None = None
     """For each token whether the policy wrote it. None: all."""
     conversation: Conversation | None = None
@@ -114,14 +110,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample.
-
-    The seed belongs to the completion, so the result does not depend on the batch it is sampled in. The seeds of a group are
-    consecutive numbers, because vLLM seeds the n completions of a request so.
-    """
+    """One completion to sample, with a seed of its own. Those of a group are consecutive, because vLLM seeds n completions so."""
 
     prompt_ids: Sequence[int]
-    """Token ids of the prompt."""
     seed: int
     max_tokens: int | None = None
     """The most tokens of this completion, where that is less than `max_completion_length`; what a conversation has left."""
@@ -138,50 +129,50 @@ class EngineReport:
 
     @classmethod
     def of_ranks(cls, reports: "Sequence[EngineReport]") -> "EngineReport":
-        """One report for the engines of all ranks, which have a queue each and the same servers.
-
-        Rates, queues and bytes add up. Of times and ages the longest counts, of servers the fewest. What several ranks report in
-        the same words is reported once.
-        """
-        values: dict[str, list[float]] = {}
-        for report in reports:
-            for name, value in report.figures.items():
-                values.setdefault(name, []).append(value)
-        events = dict.fromkeys(event for report in reports for event in report.events)
-        return cls({name: _of_ranks(name, found) for name, found in values.items()}, tuple(events))
-
-
-def _of_ranks(name: str, values: Sequence[float]) -> float:
-    if name in (QUEUE_DEPTH, SYNC_BYTES) or name.startswith(REPLICA_TOKENS_PER_S.partition("*")[0]):
-        return sum(values)
-    return min(values) if name == REPLICAS_SERVING else max(values)
+        """One report for the engines of all ranks, which have a queue each and the same servers."""
+        figures: dict[str, float] = {}
+        for name in dict.fromkeys(name for report in reports for name in report.figures):
+            values = [report.figures[name] for report in reports if name in report.figures]
+            # Rates, queues and bytes add up. Of times and ages the longest counts, of servers the fewest.
+            adds_up = name in (QUEUE_DEPTH, SYNC_BYTES) or name.startswith(REPLICA_TOKENS_PER_S.partition("*")[0])
+            figures[name] = sum(values) if adds_up else min(values) if name == REPLICAS_SERVING else max(values)
+        return cls(figures, tuple(dict.fromkeys(event for report in reports for event in report.events)))
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Anything that samples completions."""
+    """Anything that samples completions. An engine without processes of its own has nothing to release and nothing to report."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order. Requests with equal prompts should be neighbours: they share its computation."""
 
     def sync(self) -> None:
         """Load the policy's current weights; `generate` samples from them until the next `sync`."""
+        return
 
     def sleep(self) -> None:
         """Release device memory; nothing will be generated until the next `sync`."""
+        return
 
     def report(self) -> EngineReport:
         """Figures and events since the last report."""
+        return EngineReport()
 
     def close(self) -> None:
         """Release what the engine holds in other processes; it is not used afterwards."""
+        return
+
+
+class NoEngine(RolloutEngine):
+    """The engine of a stage that samples nothing."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:  # noqa: ARG002
+        """Never called."""
+        raise AssertionError("a stage without held-out evaluations samples nothing")
 
 
 def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds.
-
-    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
-    """
+    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds."""
     groups: list[list[Request]] = []
     for request in requests:
         last = groups[-1][-1] if groups else None

@@ -2,8 +2,7 @@
 
 Decoding one token for a few dozen rows spends most of its time on launching kernels. Here the projections of queries, keys and
 values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
-walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine uses it only
-where it says what the model's own forward pass says (policy/forward_check.py).
+walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape.
 """
 
 from collections.abc import Mapping
@@ -42,10 +41,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """Projections of one input as one product.
-
-    Where an adapter stays apart, the rows of its A follow those of the weights: the product then gives A x as well.
-    """
+    """Projections of one input as one product; where an adapter stays apart, the rows of its A follow those of the weights."""
 
     weight: Float[Tensor, "rows in"]
     bias: Float[Tensor, " rows"] | None
@@ -85,18 +81,11 @@ class _Residual:
 
 
 class FusedDecoder:
-    """Decodes with the weights of `model`, a plain model that is not being trained.
+    """Decodes with the weights of `model`, a plain model that is not being trained; UnsupportedError where it has another shape.
 
-    The model's projection weights become views of the fused weights, so later writes into the model, such as those of a `sync`,
-    take effect here as well. Where another model has the same weights, as the trained base has those of a copy, they exist twice
-    from then on: those of queries, keys, values, gate and up. `grpo plan` counts them.
-
-    Args:
-        model: the model.
-        windows: how many tokens a query of each layer sees, itself included; None for all.
-
-    Raises:
-        UnsupportedError: the model has another shape.
+    Its projections become views of the fused weights, so later writes into them, such as those of a `sync`, take effect here as
+    well. Where another model has the same weights, as the trained base has those of a copy, they exist twice from then on (`grpo
+    plan` counts them). `windows` says how many tokens a query of each layer sees; None for all.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Mapping[int, int | None]) -> None:
@@ -132,16 +121,13 @@ class FusedDecoder:
             self._angles = torch.stack(self._rotary(weight[:1, None], every), dim=2)[0]
 
     def step(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"], past: DecodingCache) -> Float[Tensor, "N V"]:
-        """Logits of the next token.
-
-        Args:
-            tokens: the last token of each row.
-            positions: its position.
-            past: keys and values of the prompts and of the rows' earlier tokens; those of the new tokens are added.
-        """
+        """Logits after the last token of each row, whose keys and values are added to those that are there."""
         # [N, hidden size], without an axis for tokens: there is one token per row.
         hidden = self._embed(tokens)
-        rotation = self._rotation(positions)
+        # The rotary embedding (arXiv:2104.09864, eq. 34) of each row's position, as a matrix [N, D, D] that heads are multiplied
+        # by. It has the layout of transformers: dimension i is paired with i + D / 2.
+        cos, sin = self._angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
+        rotation = torch.addcmul(self._same * cos, self._turned, sin)
         for layer_index, layer in enumerate(self._layers):
             query, both = self._project(layer, hidden, rotation)
             past.append(layer_index, both)
@@ -152,14 +138,6 @@ class FusedDecoder:
             layer.down.add(hidden, functional.silu(gate) * up)
         logits: Tensor = self._head(_normed(hidden, self._norm))
         return logits
-
-    def _rotation(self, positions: Int[Tensor, "N 1"]) -> Float[Tensor, "N D D"]:
-        """The rotary embedding (arXiv:2104.09864, eq. 34) of each row's position, as a matrix that heads are multiplied by.
-
-        It has the layout of transformers: dimension i is paired with i + D / 2.
-        """
-        cos, sin = self._angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
-        return torch.addcmul(self._same * cos, self._turned, sin)
 
     def _project(
         self, layer: _Layer, hidden: Float[Tensor, "N _"], rotation: Float[Tensor, "N D D"]
@@ -179,12 +157,15 @@ class FusedDecoder:
 def _layer(layer: Any, window: int | None) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+    gate_up = _fuse([mlp.gate_proj, mlp.up_proj])
+    if gate_up.bias is not None:
+        raise UnsupportedError("the MLP has biases")
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
         qkv=_fuse([attention.v_proj, attention.k_proj, attention.q_proj], room=len(_linear(attention.k_proj).weight)),
         out=_Residual.of(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_without_bias(_fuse([mlp.gate_proj, mlp.up_proj])),
+        gate_up=gate_up,
         down=_Residual.of(mlp.down_proj),
         head_norms=norms,
         scale=float(attention.scaling),
@@ -193,10 +174,7 @@ def _layer(layer: Any, window: int | None) -> _Layer:
 
 
 def _fuse(linears: list[nn.Module], *, room: int = 0) -> _Stacked:
-    """Stack the weights of projections of one input, and make the projections views of them where `sync` writes.
-
-    The product begins with `room` zeros, into which later results can be written.
-    """
+    """Stack the weights of projections of one input, which become views of it, behind `room` zeros to write results to."""
     layers = [_linear(linear) for linear in linears]
     apart = [layer for layer in layers if isinstance(layer, LowRankLinear)]
     # Linear weights are [out, in], so stacking them along the first axis stacks the outputs.
@@ -227,12 +205,6 @@ def _fuse(linears: list[nn.Module], *, room: int = 0) -> _Stacked:
 
 def _frozen(view: Tensor) -> nn.Parameter:
     return nn.Parameter(view, requires_grad=False)
-
-
-def _without_bias(fused: _Stacked) -> _Stacked:
-    if fused.bias is not None:
-        raise UnsupportedError("the MLP has biases")
-    return fused
 
 
 def _linear(module: nn.Module) -> nn.Linear | LowRankLinear:

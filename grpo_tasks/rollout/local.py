@@ -7,7 +7,7 @@ All completions of a prompt read one copy of its keys and values (decoding_cache
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -28,52 +28,21 @@ from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
-from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
+from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError, Notice
 
 
-@contextmanager
-def _without_sorted_writes() -> Iterator[None]:
-    """Switch torch's deterministic algorithms off, for code whose results do not depend on them.
-
-    Decoding writes to no place twice at once, and adds up in fixed orders (decoding_loop.py). On CUDA the switch would turn each
-    write by an index from one kernel into about ten, which sort the indices first.
-    """
-    on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(on, warn_only=warn_only)
-
-
-class LocalEngine:
-    """Samples in this process from a copy of `policy` with its adapter folded in.
-
-    Args:
-        policy: a causal language model, with or without an adapter.
-        tokenizer: the model's.
-        share_prompts: let the completions of a prompt read one copy of its keys and values.
-        fold_adapter: sample from a copy with the adapter folded in, not through the adapter.
-        fuse_kernels: use fused decoding steps where the model allows it.
-
-    Raises:
-        ModelError: the weights are sharded, and no way of decoding agrees with the model's own forward pass.
-    """
+class LocalEngine(RolloutEngine):
+    """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`."""
 
     @classmethod
     def of(cls, policy: CausalLM, tokenizer: PreTrainedTokenizerBase, resources: ResourcesConfig) -> "LocalEngine":
         """The engine as the config wants it."""
-        return cls(
-            policy,
-            tokenizer,
-            share_prompts=resources.share_prompts,
-            fold_adapter=resources.fold_adapter,
-            fuse_kernels=resources.fuse_kernels,
-        )
+        shared, folded, fused = resources.share_prompts, resources.fold_adapter, resources.fuse_kernels
+        return cls(policy, tokenizer, share_prompts=shared, fold_adapter=folded, fuse_kernels=fused)
 
     def __init__(
         self,
@@ -105,23 +74,8 @@ class LocalEngine:
         if self._folded is not None:
             self._folded.sync()
 
-    def sleep(self) -> None:
-        """Nothing to release: the cache of a batch is freed when the batch ends."""
-
-    def report(self) -> EngineReport:
-        """Nothing: the engine is part of this process."""
-        return EngineReport()
-
-    def close(self) -> None:
-        """Nothing to release: there is no other process."""
-
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order; see `RolloutEngine`.
-
-        Raises:
-            ConfigError: the model has no positions for the longest prompt with its completion.
-            ModelError: no way of decoding samples from the model.
-        """
+        """One completion per request, in order; ConfigError where the model has too few positions."""
         reach = [len(one.prompt_ids) + (one.max_tokens or sampling.max_completion_length) for one in requests]
         check_positions(causal_model(self._model), max(reach, default=0))
         if self._make_state is None:
@@ -129,15 +83,25 @@ class LocalEngine:
         return self._generate(requests, sampling, self._make_state)
 
     @torch.inference_mode()
-    @_without_sorted_writes()
     def _generate(self, requests: Sequence[Request], sampling: Sampling, make_state: MakeState) -> list[Completion]:
-        with _evaluating(self._model):
-            stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-            done: dict[int, Completion] = {}
-            for indices in _batches(requests, sampling.max_batch_size, one_length=make_state is EqualPromptState):
-                batch = [requests[index] for index in indices]
-                loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
-                done.update(zip(indices, loop.run(), strict=True))
+        stop, one_length = StopRule.of(self._tokenizer, self._end_ids, sampling), make_state is EqualPromptState
+        # Sorted by length, so that a batch has little padding, then by content, so that equal prompts are neighbours.
+        order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
+        done: dict[int, Completion] = {}
+        # Decoding writes to no place twice at once, and adds up in fixed orders (decoding_loop.py). On CUDA the switch would turn
+        # each write by an index from one kernel into about ten, which sort the indices first.
+        on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(False)
+        try:
+            with _evaluating(self._model):
+                for _, alike in groupby(order, key=lambda index: len(requests[index].prompt_ids) if one_length else 0):
+                    same, size = list(alike), sampling.max_batch_size
+                    for indices in (same[start : start + size] for start in range(0, len(same), size)):
+                        batch = [requests[index] for index in indices]
+                        loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
+                        done.update(zip(indices, loop.run(), strict=True))
+        finally:
+            torch.use_deterministic_algorithms(on, warn_only=warn_only)
         return [done[index] for index in range(len(requests))]
 
     @property
@@ -145,11 +109,7 @@ class LocalEngine:
         return str(self._model.dtype).removeprefix("torch.")
 
     def _fitting_state(self) -> MakeState:
-        """The fastest way of decoding that says what the policy's own forward pass says, found before the first completion.
-
-        Raises:
-            ModelError: none does.
-        """
+        """The fastest way of decoding that says what the policy's own forward pass says; ModelError where none does."""
         rows, name = CheckRows.of(self._policy), type(causal_model(self._model)).__name__
         with shaken_adapter(self._policy, rows, self._dtype) as self._shift:
             if self._shift:
@@ -176,7 +136,12 @@ class LocalEngine:
                 fault = self._fault(partial(SharedPromptState, windows=windows), [rows], truth)
             if fault is None:
                 use_shared_prompts(causal_model(self._model))
-                self._fused = self._fused_decoder(windows, rows, truth)
+                try:
+                    fused = FusedDecoder(self._model, windows) if self._fuse else None
+                except UnsupportedError:
+                    fused = None
+                if fused is not None and self._fault(partial(SharedPromptState, fused=fused), [rows], truth) is None:
+                    self._fused = fused
                 return partial(SharedPromptState, fused=self._fused)
             warnings.warn(
                 f"{name} is sampled from in the slow way: every completion gets its own copy of its prompt's keys and values, so "
@@ -197,16 +162,6 @@ class LocalEngine:
             stacklevel=2,
         )
         return EqualPromptState
-
-    def _fused_decoder(self, windows: Mapping[int, int | None], rows: CheckRows, truth: ForwardScores) -> FusedDecoder | None:
-        """The fused step, or None if it does not agree with the truth or the model has another shape."""
-        if not self._fuse:
-            return None
-        try:
-            fused = FusedDecoder(self._model, windows)
-        except UnsupportedError:
-            return None
-        return fused if self._fault(partial(SharedPromptState, fused=fused), [rows], truth) is None else None
 
     def _fault(self, make_state: MakeState, batches: Sequence[CheckRows], truth: ForwardScores) -> str | None:
         """What is wrong with a way of decoding these batches; None if it agrees with the truth."""
@@ -253,16 +208,6 @@ def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> F
             given = [rows.completions[number][column] for number in alive]
             tokens = torch.tensor([*given, given[0]], device=model.device)
     return ForwardScores.of_logits([torch.stack(each) for each in logits], rows.completions)
-
-
-def _batches(requests: Sequence[Request], size: int, *, one_length: bool) -> Iterator[list[int]]:
-    """Indices of the requests, in batches of at most `size`, each with prompts of one length or with any."""
-    # Sorted by length, so that a batch has little padding, then by content, so that equal prompts are neighbours.
-    order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
-    for _, alike in groupby(order, key=lambda index: len(requests[index].prompt_ids) if one_length else 0):
-        batch = list(alike)
-        for start in range(0, len(batch), size):
-            yield batch[start : start + size]
 
 
 class SharedPromptState:

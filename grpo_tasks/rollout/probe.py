@@ -64,14 +64,7 @@ def noise_of(found: Float[Tensor, " T"], wanted: Float[Tensor, " T"], dtype: str
 
 
 def shift_fault(found: Float[Tensor, " T"], wanted: Float[Tensor, " T"], *, noise: float, share: float) -> str | None:
-    """What is wrong with a sampler's shift, as a clause; None: it is the trainer's.
-
-    Args:
-        found: the sampler's shift (nats per token).
-        wanted: the trainer's.
-        noise: from `noise_of`.
-        share: see `POLICY_SHARE`.
-    """
+    """What is wrong with a sampler's shift (nats per token), as a clause; None: it is the trainer's, up to noise and a share."""
     size, off = _size(wanted), _size(found - wanted)
     uncertain = noise / (size * math.sqrt(len(wanted))) if size else math.inf  # standard deviation of the slope
     slope = float(found @ wanted / (wanted @ wanted)) if size else 1.0

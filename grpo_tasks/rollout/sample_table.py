@@ -2,8 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import polars as pl
@@ -19,25 +21,13 @@ from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, existing_servers, serving
+from schemas.config.rollout import VllmConfig
 from schemas.paths import resolve
 from schemas.prompts import GREEDY, PromptRow
-from schemas.results.model import ModelRef
 
 
 def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
-    """Sample as the spec says.
-
-    Args:
-        spec: model, prompts and sampling.
-        directory: receives the logs of rollout servers.
-
-    Returns:
-        The columns of schemas/tables.py Samples and `token_ids`.
-
-    Raises:
-        ModelError: the model cannot be loaded.
-        RolloutError: a server fails.
-    """
+    """The columns of schemas/tables.py Samples and `token_ids`; `directory` gets the logs of rollout servers."""
     log = directory / "environments.log"
     with player(spec.interaction, spec.ref, spec.model, spec.rollout, completion=spec.completion, log=log) as found:
         values = spec.rollout.chat_template_kwargs
@@ -48,51 +38,48 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
 
 @contextmanager
 def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
-    device, config, adapter = pick_device(spec.resources), spec.rollout.vllm, spec.ref.adapter
+    ref, model, config = spec.ref, spec.model, spec.rollout.vllm
+    device, adapter, write = pick_device(spec.resources), ref.adapter, None
     if spec.rollout.engine == "local":
-        yield LocalEngine.of(load_policy(spec.ref, spec.model, device=device, token_seed=spec.seed), tokenizer, spec.resources)
-    elif adds_tokens(spec.ref, spec.model):
-        with _widened(spec, tokenizer, directory) as sampler:
+        yield LocalEngine.of(load_policy(ref, model, device=device, token_seed=spec.seed), tokenizer, spec.resources)
+        return
+    if adds_tokens(ref, model):
+        # No adapter on vLLM can carry the rows of added tokens: the server gets all weights, merged.
+        adapter, write = None, partial(save_plain, ref, model, tokenizer, token_seed=spec.seed)
+    rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
+    served = ServerModel(Path(resolve(ref.path)), loading_dtype(ref, model), rank, device.type == "cuda")
+    running = bool(config.base_urls) and ref.path == model.path
+    with model_servers(config, served, directory, running=running, write=write) as servers:
+        eos = generation_eos(resolve(ref.path), ref.revision)
+        awake = config.model_copy(update={"sleep": False})
+        sampler = VllmSampler(tokenizer, eos, awake, servers, adapter, scratch=directory / "served-adapter")
+        try:
+            sampler.sync()
             yield sampler
-    elif config.base_urls and spec.ref.path == spec.model.path:
-        with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None), directory) as sampler:
-            yield sampler
-    else:
-        rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
-        served = ServerModel(Path(resolve(spec.ref.path)), loading_dtype(spec.ref, spec.model), rank, device.type == "cuda")
-        with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers, directory) as sampler:
-            yield sampler
+        finally:
+            sampler.close()
 
 
 @contextmanager
-def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
-    """A server for a model with added tokens, whose rows no adapter on vLLM can carry: it gets all weights, merged."""
-    folder, cuda = directory / "served", pick_device(spec.resources).type == "cuda"
-    save_plain(spec.ref, spec.model, tokenizer, folder, token_seed=spec.seed)
-    served = ServerModel(folder, loading_dtype(spec.ref, spec.model), None, cuda)
-    merged = spec.model_copy(update={"ref": ModelRef(path=str(folder))})
+def model_servers(
+    config: VllmConfig, served: ServerModel, directory: Path, *, running: bool, write: Callable[[Path], None] | None
+) -> Iterator[list[VllmServer]]:
+    """Servers of a model: those of `base_urls`, if they are `running` it, or some that are started here with logs in `directory`.
+
+    `write` writes the model into a folder, where its files lack the rows of added tokens; None: the files are complete.
+    """
+    if running:
+        yield existing_servers(config, adapters=served.max_lora_rank is not None)
+        return
+    folder = directory / "served-base"
+    if write is not None:
+        write(folder)
+        served = replace(served, model=folder)
     try:
-        with (
-            serving(spec.rollout.vllm, served, directory) as servers,
-            _sampler(merged, tokenizer, servers, directory) as sampler,
-        ):
-            yield sampler
+        with serving(config, served, directory) as servers:
+            yield servers
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _sampler(
-    spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequence[VllmServer], directory: Path
-) -> Iterator[RolloutEngine]:
-    eos = generation_eos(resolve(spec.ref.path), spec.ref.revision)
-    config = spec.rollout.vllm.model_copy(update={"sleep": False})
-    sampler = VllmSampler(tokenizer, eos, config, servers, spec.ref.adapter, scratch=directory / "served-adapter")
-    try:
-        sampler.sync()
-        yield sampler
-    finally:
-        sampler.close()
 
 
 def _sampled(

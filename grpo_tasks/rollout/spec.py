@@ -1,7 +1,4 @@
-"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light.
-
-SampleSpec -> spec.json -> grpo_tasks.rollout | grpo_tasks.cluster.sampling -> samples.parquet
-"""
+"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +20,6 @@ from schemas.results.model import ModelRef
 
 SAMPLES = "samples.parquet"
 """The table that the process leaves."""
-
 CLUSTER = "grpo_tasks.cluster.sampling"
 """Package that samples on the nodes of a cluster. Named, not imported, as in grpo_tasks/stage/run.py."""
 
@@ -108,12 +104,7 @@ class SampleSpec(Result):
 def run_sampling(spec: SampleSpec, directory: Path) -> None:
     """Sample in a child process, on this machine or on a cluster, into `directory`/samples.parquet; both give the same rows.
 
-    Args:
-        spec: what to sample; written to `directory`/spec.json.
-        directory: of the step.
-
-    Raises:
-        UserError: the model cannot be loaded, a server fails, or the cluster cannot be used.
+    UserError where the model cannot be loaded, a server fails, or the cluster cannot be used.
     """
     spec.save(directory / SPEC)
     # Servers that run somewhere already answer this machine as well as any node.

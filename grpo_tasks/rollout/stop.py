@@ -16,11 +16,10 @@ from grpo_tasks.rollout.engine import Sampling
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Decides after each token whether a growing completion has ended."""
+    """Decides after each token whether a growing completion has ended: `end_ids` end it, stop_token_ids among them."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
-    """Tokens that end a turn, and the configured stop_token_ids."""
     sampling: Sampling
     special_ids: frozenset[int] = field(init=False)
     """Special tokens in the searched text; empty when no stop string contains one."""
@@ -32,11 +31,7 @@ class StopRule:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], sampling: Sampling) -> "StopRule":
-        """The rule of a sampling; `end_ids` are the tokens that end a turn.
-
-        Raises:
-            ConfigError: stop_token_ids names a token that the tokenizer does not have.
-        """
+        """The rule of a sampling; ConfigError where stop_token_ids names a token that the tokenizer does not have."""
         return cls(tokenizer, end_ids | stop_token_ids(tokenizer, sampling.stop_token_ids), sampling)
 
     @property
@@ -48,7 +43,13 @@ class StopRule:
         """True if the last token ends the completion."""
         if token_ids[-1] in self.end_ids:
             return True
-        return bool(self.sampling.stop) and self._stop_string(self._tail(token_ids)) is not None
+        if not self.sampling.stop:
+            return False
+        # Decoding all tokens at every step takes quadratic time. A token decodes to at least one byte, so a stop string spans at
+        # most as many tokens as it has bytes. The last token may add characters behind it, and 4 more tokens complete a character
+        # that several tokens share.
+        longest = max(len(stop.encode()) for stop in self.sampling.stop)
+        return bool(longest) and self._stop_string(self._decoded(token_ids[-(longest + 4) :])) is not None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The completion's text up to the stop string, which `include_stop_str_in_output` includes."""
@@ -56,7 +57,18 @@ class StopRule:
         found = self._stop_string(searched)
         if found is None:
             return completion_text(self.tokenizer, token_ids)
-        before = self._without_special(token_ids, searched[: searched.find(found)])
+        # What stands before it, without the special tokens in it.
+        beginning, kept, at = searched[: searched.find(found)], list[str](), 0
+        for index, token in enumerate(token_ids):
+            if token not in self.special_ids:
+                continue
+            # Located by decoding up to the token, not by searching for its name: ordinary tokens may spell the same text.
+            start, end = (len(self._decoded(token_ids[:count])) for count in (index, index + 1))
+            if start >= len(beginning):
+                break
+            kept.append(beginning[at:start])
+            at = end
+        before = "".join([*kept, beginning[at:]])
         return before + found if self.sampling.include_stop_str_in_output else before
 
     def stopped_text(self, token_ids: Sequence[int]) -> str:
@@ -67,27 +79,6 @@ class StopRule:
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return completion_text(self.tokenizer, token_ids, special=self.reads_special_tokens)
-
-    def _without_special(self, token_ids: Sequence[int], beginning: str) -> str:
-        """The beginning of the decoded tokens without the special tokens in it."""
-        kept, at = [], 0
-        for index, token in enumerate(token_ids):
-            if token not in self.special_ids:
-                continue
-            # Located by decoding up to the token, not by searching for its name: ordinary tokens may spell the same text.
-            start, end = (len(self._decoded(token_ids[:count])) for count in (index, index + 1))
-            if start >= len(beginning):
-                break
-            kept.append(beginning[at:start])
-            at = end
-        return "".join([*kept, beginning[at:]])
-
-    def _tail(self, token_ids: Sequence[int]) -> str:
-        # Decoding all tokens at every step takes quadratic time. A token decodes to at least one byte, so a stop string spans
-        # at most as many tokens as it has bytes. The last token may add characters behind it, and 4 more tokens complete a
-        # character that several tokens share.
-        longest = max((len(stop.encode()) for stop in self.sampling.stop), default=0)
-        return self._decoded(token_ids[-(longest + 4) :]) if longest else ""
 
     def _stop_string(self, text: str) -> str | None:
         found = [(text.find(stop), stop) for stop in self.sampling.stop if stop in text]

@@ -28,7 +28,7 @@ from grpo_tasks.policy.load import save_trained, trained_weights, trains_rows
 from grpo_tasks.policy.sharded import gather_shards, shard_like
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.guards import Guards
-from grpo_tasks.stage.journal import Events
+from grpo_tasks.stage.journal import Counters, Events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.watch import RollBack
 from schemas.errors import TrainingError
@@ -53,8 +53,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of update `step` under `folder` and delete all but the newest `keep`.
 
-    `extra` is JSON of the caller (adaptive weights, counters). The checkpoint gets its name only when it is complete. All ranks
-    call this, because weights may be sharded over them, and one rank writes. Shards are gathered first: a stage can resume with
+    `extra` is JSON of the caller. All ranks call this, and one writes: shards are gathered first, so a stage can resume with
     another number of ranks.
     """
     weights = trained_weights(state.model)
@@ -69,28 +68,36 @@ def save_checkpoint(
         content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
         if state.scaler is not None:
             content["scaler"] = state.scaler.state_dict()
-        (unfinished / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
+        # LambdaLR lists its functions; a resumed stage builds them from its config.
+        text = json.dumps(content, default=lambda value: None if callable(value) else json.JSONEncoder().default(value))
+        (unfinished / "state.json").write_text(text, encoding="utf-8")
         (unfinished / MANIFEST).write_text(json.dumps(_hashes(unfinished), indent=1), encoding="utf-8")
-        _sync(unfinished)
+        for path in [*_files(unfinished), unfinished / MANIFEST]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, Any]] | None:
     """Load the newest intact checkpoint into `state`; its step and the caller's `extra`, or None when there is none."""
-    for checkpoint in _newest_first(folder):
-        if is_intact(checkpoint):
-            return _restore(checkpoint, state)
-    return None
+    checkpoint = next((one for one in _newest_first(folder) if is_intact(one)), None)
+    if checkpoint is None:
+        return None
+    content = _load(checkpoint, state)
+    state.scheduler.load_state_dict(content["scheduler"])
+    if state.scaler is not None and "scaler" in content:
+        state.scaler.load_state_dict(content["scaler"])
+    for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return content["step"], content["extra"]
 
 
 def roll_back(folder: Path, state: TrainingState, *, to: int, writes: bool = True) -> int:
     """Load weights and optimizer of the newest intact checkpoint up to update `to`, or of the oldest one; returns its update.
 
-    Later checkpoints hold the weights that were in trouble. They are deleted, so that nothing resumes from them.
-
-    Raises:
-        TrainingError: there is no intact checkpoint.
+    Later checkpoints hold the weights that were in trouble. They are deleted, so that nothing resumes from them. TrainingError
+    where none is intact.
     """
     intact = [checkpoint for checkpoint in _newest_first(folder) if is_intact(checkpoint)]
     if not intact:
@@ -100,8 +107,7 @@ def roll_back(folder: Path, state: TrainingState, *, to: int, writes: bool = Tru
             fix=f"remove {folder.parent} to train the stage again",
         )
     good = next((checkpoint for checkpoint in intact if _step_of(checkpoint) <= to), intact[-1])
-    _load_weights(state.model, good / "weights")
-    _load_optimizer(good, state)
+    _load(good, state)
     for bad in _newest_first(folder) if writes else []:
         if _step_of(bad) > _step_of(good):
             shutil.rmtree(bad)
@@ -117,36 +123,24 @@ def is_intact(checkpoint: Path) -> bool:
         return False
 
 
-def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any]]:
-    content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    _load_weights(state.model, checkpoint / "weights")
-    _load_optimizer(checkpoint, state)
-    state.scheduler.load_state_dict(content["scheduler"])
-    if state.scaler is not None and "scaler" in content:
-        state.scaler.load_state_dict(content["scaler"])
-    for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
-    return content["step"], content["extra"]
-
-
-def _load_optimizer(checkpoint: Path, state: TrainingState) -> None:
-    numbers = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["optimizer"]
+@torch.no_grad()
+def _load(checkpoint: Path, state: TrainingState) -> dict[str, Any]:
+    """Load weights and optimizer; returns the content of state.json."""
+    content: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     optimizer = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    optimizer["state"] = _unflatten(load_file(checkpoint / "optimizer.safetensors"), numbers)
-    for index, entries in optimizer["state"].items():
-        parameter = parameters[index]
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                entries[name] = shard_like(value, parameter)
-    state.optimizer.load_state_dict(optimizer)
-
-
-@torch.no_grad()
-def _load_weights(model: CausalLM, folder: Path) -> None:
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights.update(load_file(path))
+    restored: dict[int, dict[str, Any]] = {}
+    for name, value in {**load_file(checkpoint / "optimizer.safetensors"), **content["optimizer"]}.items():
+        index, *path, last = name.split(".")
+        entries = restored.setdefault(int(index), {})
+        for key in path:
+            entries = entries.setdefault(key, {})
+        whole = not path and isinstance(value, torch.Tensor) and value.shape == parameters[int(index)].shape
+        entries[last] = shard_like(value, parameters[int(index)]) if whole else value
+    state.optimizer.load_state_dict(optimizer | {"state": restored})
+    model, weights = state.model, dict[str, torch.Tensor]()
+    for file in sorted((checkpoint / "weights").glob("*.safetensors")):
+        weights.update(load_file(file))
     if isinstance(model, PeftModel):
         present = get_peft_model_state_dict(model, save_embedding_layers=False if trains_rows(model) else "auto")
     else:
@@ -155,6 +149,7 @@ def _load_weights(model: CausalLM, folder: Path) -> None:
         # Tied weights have two names in the model and are stored under one.
         if name in weights:
             tensor.copy_(shard_like(weights[name], tensor))
+    return content
 
 
 def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -175,22 +170,6 @@ def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.T
     return tensors, numbers
 
 
-def _unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in {**tensors, **numbers}.items():
-        index, *path, last = name.split(".")
-        entries = state.setdefault(int(index), {})
-        for key in path:
-            entries = entries.setdefault(key, {})
-        entries[last] = value
-    return state
-
-
-def _no_callables(value: object) -> None:
-    # LambdaLR lists its functions; a resumed stage builds them from its config.
-    assert callable(value), f"not JSON: {value!r}"
-
-
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
 
@@ -199,32 +178,12 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): file_sha256(path) for path in _files(folder)}
 
 
-def _sync(folder: Path) -> None:
-    for path in [*_files(folder), folder / MANIFEST]:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
-
-
-@dataclass(slots=True)
-class Counters:
-    """How far a stage has come."""
-
-    step: int = 0
-    """Updates made."""
-    tokens: int = 0
-    """Tokens of all prompts and completions sampled."""
-    resumed: int = 0
-    """Times the stage resumed from a checkpoint."""
-    seconds: float = 0.0
-    """Time spent training, summed over all resumes."""
 
 
 @dataclass(frozen=True, slots=True)

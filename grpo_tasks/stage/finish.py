@@ -1,7 +1,6 @@
 """What a stage leaves behind: tables of completions, trained weights, and last the result."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,27 +11,13 @@ from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
-from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.journal import Counters, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.metrics import EVAL_REWARD
 from schemas.results.model import StageResult
 
 RESULT_WINDOW = 10
 """The figures of a finished stage are means over so many updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a stage ended."""
-
-    step: int
-    stopped: str
-    """max_steps, target or plateau."""
-    resumed: int
-    """Times it resumed from a checkpoint."""
-    seconds: float
-    best_step: int | None = None
-    """The update whose weights are the result; None: the last one."""
 
 
 def write_completions(directory: StageDir, step: int, table: pa.Table) -> None:
@@ -43,23 +28,14 @@ def write_completions(directory: StageDir, step: int, table: pa.Table) -> None:
         pq.write_table(table, unfinished)
 
 
-def save_final(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
-    """Write the trained weights; all ranks call this and one writes."""
-    _save(directory.final, model, tokenizer, writes=writes)
-
-
-def save_best(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
-    """Write the present weights as the best so far."""
-    _save(directory.best, model, tokenizer, writes=writes)
-
-
 def restore_best(directory: StageDir) -> None:
     """Make the best weights the final ones."""
     with replacing(directory.final) as unfinished:
         shutil.copytree(directory.best, unfinished)
 
 
-def _save(target: Path, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool) -> None:
+def save_weights(target: Path, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+    """Write the present weights into a folder of the stage; all ranks call this and one writes."""
     weights = trained_weights(model)
     if not writes:
         return
@@ -75,24 +51,26 @@ def best_step(journal: Journal, last: int) -> int | None:
     return -max(evaluated)[1] if evaluated else None
 
 
-def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: Ending) -> StageResult:
-    """The result of a stage whose trained weights are written."""
-    adapter = spec.model.lora is not None
+def finished(
+    directory: StageDir, spec: StageSpec, journal: Journal, counters: Counters, *, stopped: str, best_step: int | None = None
+) -> StageResult:
+    """The result of a stage whose trained weights are written; `best_step` is None where they are the last ones."""
+    adapter, step = spec.model.lora is not None, counters.step
     weights = {"adapter": directory.final} if adapter else {"path": str(directory.final), "revision": None, "adapter": None}
     model = spec.start.model_copy(update={**weights, "sha256": folder_sha256(directory.final)})
-    last = range(max(1, ending.step - RESULT_WINDOW + 1), ending.step + 1)
-    names = sorted({name for step in last for name in journal.steps.get(step, {})})
-    windows = {name: journal.window(name, last=ending.step, size=RESULT_WINDOW) for name in names}
+    last = range(max(1, step - RESULT_WINDOW + 1), step + 1)
+    names = sorted({name for update in last for name in journal.steps.get(update, {})})
+    windows = {name: journal.window(name, last=step, size=RESULT_WINDOW) for name in names}
     return StageResult(
         key=spec.key,
         directory=directory.root,
-        seconds=ending.seconds,
+        seconds=counters.seconds,
         stage=spec.stage.name,
         model=model,
         sha256=file_sha256(directory.final / ("adapter_model.safetensors" if adapter else "model.safetensors")),
-        steps=ending.step,
-        stopped=ending.stopped,
-        best_step=ending.best_step,
-        resumed=ending.resumed,
+        steps=step,
+        stopped=stopped,
+        best_step=best_step,
+        resumed=counters.resumed,
         metrics={name: sum(values) / len(values) for name, values in windows.items()},
     )

@@ -1,6 +1,4 @@
-"""Guards: what a person would want to know while a stage trains, and what to do about it.
-
-    check(journal, step) -> firings     action (off, warn, stop, rollback) and threshold of each: schemas/config/guards.py
+"""Guards: what a person would want to know while a stage trains, and what to do about it (schemas/config/guards.py).
 
 A guard is a pure function of the journal, so a resumed stage makes the same decisions. Guards compare medians of ten updates:
 the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean. Guards against a fall or a rise compare with
@@ -49,7 +47,6 @@ class Firing:
     event: str
     action: GuardAction
     detail: str
-    """A sentence with the numbers and the advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +117,6 @@ def _above(metric: str) -> Fault:
     return fault
 
 
-def _below(metric: str) -> Fault:
-    def fault(view: View, threshold: float) -> str | None:
-        values = view.last(metric)
-        if not values or median(values) >= threshold:
-            return None
-        return f"{metric} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
-
-    return fault
-
-
 def _unless_learnt(fault: Fault) -> Fault:
     return lambda view, threshold: None if view.learnt() else fault(view, threshold)
 
@@ -147,6 +134,13 @@ def _against_the_start(metric: str, *, falls: bool) -> Fault:
         return None
 
     return fault
+
+
+def _reward_std(view: View, threshold: float) -> str | None:
+    values = view.last(REWARD_STD)
+    if not values or median(values) >= threshold:
+        return None
+    return f"{REWARD_STD} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
 
 
 def _flat_reward(view: View, threshold: float) -> str | None:
@@ -172,10 +166,9 @@ def _format_regression(view: View, threshold: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One kind of trouble."""
+    """One kind of trouble; its event has the name of the guard's setting."""
 
     event: str
-    """Name of the event, and of the guard's setting."""
     fault: Fault
     advice: str
 
@@ -183,7 +176,7 @@ class Guard:
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _unless_learnt(_below(REWARD_STD)),
+        _unless_learnt(_reward_std),
         "the completions of a group earn the same reward; raise temperature or num_generations, or use a reward with more steps",
     ),
     Guard("kl_blow_up", _above(KL), "the policy is far from the reference; lower the learning rate or raise beta"),

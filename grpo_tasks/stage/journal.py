@@ -18,6 +18,16 @@ EVENT_KEYS = {"step": int, "event": str, "detail": str}
 
 
 @dataclass(slots=True)
+class Counters:
+    """How far a stage has come: updates, sampled tokens with their prompts, resumes, and seconds of training over all resumes."""
+
+    step: int = 0
+    tokens: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Journal:
     """Appends to a stage's journal; opening it drops an incomplete last line that a kill left."""
 
@@ -58,9 +68,7 @@ def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[l
     """The complete lines after `offset` bytes, and the offset after them; none when there is no file yet.
 
     Whatever follows the last newline is left for the next call: the writer may be in the middle of a line, or was killed there.
-
-    Raises:
-        TrainingError: a complete line is damaged, with its number; or the file cannot be read.
+    TrainingError where a complete line is damaged, with its number, or the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -87,8 +95,8 @@ def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[l
 def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, position: int) -> dict[str, Any]:
     try:
         line = json.loads(raw)
-        numbers = line.get("metrics", {}).values()
-        if all(isinstance(line.get(key), kind) for key, kind in keys.items()) and all(map(_is_number, numbers)):
+        numbers = all(isinstance(number, int | float | None) for number in line.get("metrics", {}).values())
+        if numbers and all(isinstance(line.get(key), kind) for key, kind in keys.items()):
             return line
         cause = None
     except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no object
@@ -133,10 +141,6 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def _is_number(value: object) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
 def _opened(path: Path, keys: Mapping[str, type], *, writes: bool) -> list[dict[str, Any]]:
     """All complete lines; an incomplete last line is cut off, so that the next one starts on a line of its own."""
     lines, end = read_lines(path, keys)
@@ -156,13 +160,7 @@ class JsonLinesTail:
     _offset: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The complete lines written since the last call; none while there is no file.
-
-        A file that is shorter than at the last call is another one, because the stage started again. It is read from its start.
-
-        Raises:
-            TrainingError: a complete line is damaged, or the file cannot be read.
-        """
+        """The complete lines written since the last call; a file that has become shorter is read from its start."""
         if self.path.exists() and self.path.stat().st_size < self._offset:
             self._offset = 0
         lines, self._offset = read_lines(self.path, self.keys, self._offset)

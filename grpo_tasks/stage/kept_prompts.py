@@ -1,7 +1,5 @@
 """Which prompts a stage trains on: those whose pass rate lies in `keep_pass_rate`.
 
-    train.parquet + pass_rates.parquet -> train.parquet of the stage (with pass rates) + left_out.parquet + KeptPrompts
-
 A prompt that is never solved, or always, has only dead groups, and one with a wrong ground truth teaches a wrong answer.
 """
 
@@ -39,13 +37,7 @@ class PromptChoice:
 
 
 def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> PromptChoice:
-    """Divide the training prompts by their pass rates.
-
-    Args:
-        train: accepted training rows (schemas/tables.py Prompts).
-        rates: pass rates (schemas/tables.py PassRates); those of this stage count.
-        stage: its name, and its `keep_pass_rate`: both bounds are inclusive. Empty: all prompts are kept.
-    """
+    """Divide the training prompts by their pass rates in this stage; both bounds of `keep_pass_rate` are inclusive."""
     known = rates.filter(pl.col("stage") == stage.name).drop("stage", "samples").unique("prompt_id", maintain_order=True)
     table = read_table(train).join(known, on="prompt_id", how="left", maintain_order="left")
     low, high = stage.keep_pass_rate or (0.0, 1.0)
@@ -67,17 +59,8 @@ def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Prom
         prompts=table.height, kept=kept.height, low=low, high=high, unknown=table["pass_rate"].null_count(), **counts
     )
     shown = left_out.with_columns(reasons, pl.col("prompt").list.last().struct.field("content").alias("question"))
-    columns = [
-        "prompt_id",
-        "source",
-        "line",
-        "question",
-        "answer",
-        *PASS_RATE_COLUMNS,
-        "reason",
-        "frequent_answer",
-        "frequent_share",
-    ]
+    columns = ["prompt_id", "source", "line", "question", "answer", *PASS_RATE_COLUMNS]
+    columns += ["reason", "frequent_answer", "frequent_share"]
     # Likely wrong ground truths first: never solved, although the model is sure of another answer.
     order = [pl.col("reason") == "never_solved", pl.col("frequent_share")]
     listed = shown.select(columns).sort(order, descending=True, nulls_last=True, maintain_order=True)
@@ -85,16 +68,7 @@ def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Prom
 
 
 def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | None = None) -> None:
-    """Refuse a choice that leaves too few prompts.
-
-    Args:
-        counts: the choice of the stage.
-        stage: the stage; without `keep_pass_rate` nothing is refused.
-        min_prompts: fewest prompts to keep. None: the prompts of one rollout, or all prompts if these are fewer.
-
-    Raises:
-        DataError: with the counts, and what to do.
-    """
+    """DataError for a choice by `keep_pass_rate` that leaves fewer prompts than a rollout needs, or than `min_prompts`."""
     fewest = min_prompts if min_prompts is not None else min(stage.prompts_per_rollout, counts.prompts)
     if stage.keep_pass_rate is None or counts.kept >= fewest:
         return
@@ -107,44 +81,24 @@ def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | 
 
 
 def pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> float | None:
-    """Mean over the prompts of the chance that at least one of `num_generations` completions solves it.
-
-    Args:
-        rates: pass rates (schemas/tables.py PassRates); those of this stage count.
-        stage: its name, and its `num_generations`.
-
-    Returns:
-        None where no prompt has a measured pass rate.
-    """
+    """Chance that at least one of `num_generations` completions solves a prompt, their mean; None without measured pass rates."""
     known = rates.filter((pl.col("stage") == stage.name) & pl.col("pass_rate").is_not_null() & (pl.col("samples") > 0))
-    if known.is_empty():
-        return None
-    chances = [_chance(rate, samples, stage.num_generations) for rate, samples in known.select("pass_rate", "samples").rows()]
-    return sum(chances) / len(chances)
-
-
-def _chance(rate: float, samples: int, size: int) -> float:
-    """pass@size from `samples` completions: unbiased where there are enough of them (arXiv:2107.03374), else by the rate."""
-    solved = round(rate * samples)
-    if samples >= size:
-        return 1.0 - comb(samples - solved, size) / comb(samples, size)
-    return float(1.0 - (1.0 - rate) ** size)
+    size, chances = stage.num_generations, list[float]()
+    for rate, samples in known.select("pass_rate", "samples").rows():
+        solved = round(rate * samples)
+        # Unbiased where there are enough completions (arXiv:2107.03374), else by the rate.
+        enough = samples >= size
+        chances.append(1.0 - (comb(samples - solved, size) / comb(samples, size) if enough else (1.0 - rate) ** size))
+    return sum(chances) / len(chances) if chances else None
 
 
 def require_pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> None:
-    """Refuse to train a stage whose policy solves too few prompts.
-
-    GRPO strengthens what a policy already does. Where none of the G completions of a prompt is right, the group is dead. pass@G
-    over the training prompts says how many groups can be alive at all.
-
-    Raises:
-        DataError: with the numbers, and what to do.
-    """
+    """DataError for a stage whose policy solves too few prompts: groups without a right completion are dead."""
     limit, found = stage.min_pass_at_group, pass_at_group(rates, stage)
     if limit is None or (found is not None and found >= limit):
         return
     if found is None:
-        # Nobody knows whether the policy reaches the limit: a gate that cannot measure stays shut.
+        # Without measurements the gate fails closed.
         raise DataError(
             f"pass@{stage.num_generations} of the training prompts is unknown, and min_pass_at_group is {limit:.1%}: no "
             "completion that measured the difficulty has a reward",

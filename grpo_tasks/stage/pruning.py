@@ -1,6 +1,5 @@
 """Ends a run of a sweep early when its held-out reward lags behind that of the other runs: the median rule.
 
-    held-out evaluation -> curve in the folder of the run -> the other runs read it
     own best so far  <  median of their best at the same update  ->  pruned, with a checkpoint
 
 Google Vizier's rule (Golovin et al. 2017, section 3.2.2), on the best value so far. Runs with the same seed are compared, because
@@ -25,26 +24,16 @@ class Lag:
     """A run that does worse than the others."""
 
     ours: float
-    """Its best held-out reward so far."""
+    """Its best held-out reward so far, and the median of the others at the same update."""
     median: float
-    """That of the others at the same update."""
     siblings: int
-    """How many others there are."""
 
     def __str__(self) -> str:
         return f"its held-out reward {self.ours:.3f} is below {self.median:.3f}, the median of {self.siblings} other runs"
 
 
 def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: int, same_seed: bool) -> Lag | None:
-    """Compare a run with the others at an update; None if it does not lag, or if there are too few to say so.
-
-    Args:
-        own: evaluations of the run.
-        others: evaluations of the other runs; those of another family, or of the very same stage, do not count.
-        step: the update.
-        min_siblings: fewest others that have been evaluated at this update.
-        same_seed: compare with runs of the same seed only.
-    """
+    """Compare a run with at least `min_siblings` others of its family at an update; None if it does not lag."""
     # By key: runs that differ in a later stage only share this one, and it counts once.
     known = {curve.key: curve for curve in others if curve.family == own.family and curve.key != own.key}
     comparable = [curve for curve in known.values() if curve.seed == own.seed or not same_seed]

@@ -27,20 +27,17 @@ def run_stage(
 ) -> StageResult:
     """Train the stage in `directory`, from its last checkpoint if there is one; a finished stage is only read.
 
-    Args:
-        spec: what to train; written to `directory`/spec.json.
-        directory: the stage directory; it is created if need be.
-        in_process: train in this process, which a debugger or a notebook can interrupt. By default a child process trains: its
-            memory is returned when it ends, and a crash cannot take the caller along.
-        tick: called a few times a second while a child process trains, for example to follow the journal.
-
-    Raises:
-        UserError: the stage cannot be trained; the same error from a child process and from this one.
-        ConfigError: the directory holds a stage with another key.
+    A child process trains: its memory is returned when it ends, and a crash cannot take the caller along. `tick` is called a few
+    times a second meanwhile. `in_process` trains in this process, for a debugger or a notebook. UserError where the stage cannot
+    be trained, and ConfigError where the directory holds one with another key.
     """
     stage_dir = StageDir(directory.resolve())
     stage_dir.root.mkdir(parents=True, exist_ok=True)
-    if _key_of(stage_dir) not in (None, spec.key):
+    try:
+        key = StageSpec.load(stage_dir.spec).key
+    except (OSError, ValueError):  # there is no spec, or a damaged one: either is written again
+        key = spec.key
+    if key != spec.key:
         raise ConfigError(
             "the directory holds another stage", place=str(stage_dir.root), fix="choose another directory, or remove this one"
         )
@@ -56,10 +53,3 @@ def run_stage(
 def package_of(stage: StageConfig) -> str:
     """Package that trains a stage, as `python -m MODULE STAGE_DIR`."""
     return ENGINES[stage.engine if stage.kind == "grpo" else "native"]
-
-
-def _key_of(stage_dir: StageDir) -> str | None:
-    try:
-        return StageSpec.load(stage_dir.spec).key
-    except (OSError, ValueError):  # there is no spec, or a damaged one: either is written again
-        return None

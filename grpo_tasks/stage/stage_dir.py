@@ -9,11 +9,12 @@ completions/             step-000020.parquet: all completions of that update wit
 checkpoints/             step-000050/, each with a manifest of hashes
 best/                    the weights with the highest eval_reward
 final/                   the trained weights (an adapter, or the complete model)
+token_budget.json        what `max_tokens_per_microbatch: auto` has measured (grpo/token_budget.py)
+servers.jsonl            rollout servers that joined while the stage trained, one JSON line each (url, weights_url)
 result.json              written last; a stage that has it is finished
 log.txt                  output of the trainer and of the reward functions
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -110,71 +111,16 @@ class StageSpec(Result):
         return {name: task.rewards for name, task in self.tasks.items()}
 
 
-@dataclass(frozen=True, slots=True)
 class StageDir:
-    """The paths in a stage directory."""
+    """The paths in a stage directory, as this file begins."""
 
-    root: Path
-
-    @property
-    def spec(self) -> Path:
-        """The `StageSpec`."""
-        return self.root / SPEC
-
-    @property
-    def train(self) -> Path:
-        """Rows to train on, where pass rates are known (schemas/tables.py StagePrompts)."""
-        return self.root / "train.parquet"
-
-    @property
-    def left_out(self) -> Path:
-        """Rows that the stage leaves out because of their pass rate (schemas/tables.py LeftOut)."""
-        return self.root / "left_out.parquet"
-
-    @property
-    def journal(self) -> Path:
-        """One line per update."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Guards, resumes, handled reward errors."""
-        return self.root / "events.jsonl"
-
-    @property
-    def token_budget(self) -> Path:
-        """What `max_tokens_per_microbatch: auto` has measured (grpo/token_budget.py)."""
-        return self.root / "token_budget.json"
-
-    @property
-    def log(self) -> Path:
-        """Output of the trainer and of the reward functions."""
-        return self.root / LOG
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """The weights with the highest eval_reward."""
-        return self.root / "best"
-
-    @property
-    def final(self) -> Path:
-        """The trained weights."""
-        return self.root / "final"
-
-    @property
-    def result(self) -> Path:
-        """The `StageResult`; a stage that has it is finished."""
-        return self.root / RESULT
-
-    @property
-    def servers(self) -> Path:
-        """Rollout servers that joined while the stage trained, one JSON line each (url, weights_url)."""
-        return self.root / "servers.jsonl"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.spec, self.result, self.log = root / SPEC, root / RESULT, root / LOG
+        self.train, self.left_out = root / "train.parquet", root / "left_out.parquet"
+        self.journal, self.events = root / "metrics.jsonl", root / "events.jsonl"
+        self.checkpoints, self.best, self.final = root / "checkpoints", root / "best", root / "final"
+        self.token_budget, self.servers = root / "token_budget.json", root / "servers.jsonl"
 
     def completions(self, step: int) -> Path:
         """Table of the completions of one update."""

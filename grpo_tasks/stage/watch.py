@@ -1,6 +1,4 @@
-"""What happens after an update, decided in one place: continue, stop, or roll back.
-
-    journal, fault -> Watch.decide(step) -> Continue | Stop(why) | RollBack(to)
+"""What happens after an update, decided in one place: continue, stop, fail, or roll back.
 
 In this order: a fault of the update, guards, the target, the plateau, the last update, the other runs of a sweep, the deadline.
 Everything but the last two is a pure function of the journal, so a resumed stage makes the same decisions. This module decides
@@ -74,13 +72,7 @@ class Watch:
     """The last update whose evaluation was compared with the other runs of a sweep."""
 
     def decide(self, step: int, fault: NotFiniteError | None = None, *, resumable: bool = True) -> Verdict:
-        """The verdict after update `step`.
-
-        Args:
-            step: number of the update; its line is in the journal.
-            fault: the update was refused because it was not finite.
-            resumable: a checkpoint of this update can be resumed from; a stage that is out of time stops only then.
-        """
+        """The verdict after update `step`, which is in the journal; a stage that is out of time stops only where resumable."""
         trouble = self._trouble(step, fault)
         return trouble if trouble is not None else self.ending(step, resumable=resumable)
 
@@ -94,12 +86,18 @@ class Watch:
 
     def ending(self, step: int, *, resumable: bool) -> Continue | Stop | Fail:
         """Whether the stage is complete, lags behind the other runs of its sweep, or is out of time."""
-        self._publish(step)
+        pruning, limit = self.spec.pruning, self.spec.resources.max_hours
+        if pruning is not None and self.journal.writes and EVAL_REWARD in self.journal.steps.get(step, {}):
+            # The other runs of the sweep see a new held-out evaluation.
+            curve = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
+            publish_curve(curve, pruning, self.spec.stage.name)
         verdict = self.goal(step)
-        pruned = None if isinstance(verdict, Stop) or not resumable else self._pruned(step)
+        if isinstance(verdict, Stop) or not resumable:
+            return verdict
+        pruned = self._pruned(step)
         if pruned is not None:
             return pruned
-        if isinstance(verdict, Stop) or not self._out_of_time() or not resumable:
+        if limit is None or not self.agree(time.perf_counter() - self._began > limit * SECONDS_PER_HOUR):
             return verdict
         error = TrainingError(
             f"stopped at update {step} of {self.updates}, after resources.max_hours {self.spec.resources.max_hours:g}; "
@@ -109,13 +107,6 @@ class Watch:
         )
         return Fail(error, save=True)
 
-    def _publish(self, step: int) -> None:
-        """Show a new held-out evaluation to the other runs of the sweep."""
-        pruning = self.spec.pruning
-        if pruning is not None and self.journal.writes and EVAL_REWARD in self.journal.steps.get(step, {}):
-            curve = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
-            publish_curve(curve, pruning, self.spec.stage.name)
-
     def _pruned(self, step: int) -> Fail | None:
         """The end of a stage whose last held-out evaluation lags behind those of the other runs of its sweep."""
         pruning = self.spec.pruning
@@ -124,13 +115,8 @@ class Watch:
             return None
         self._compared, stage = evaluated, self.spec.stage.name
         own = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
-        lag = find_lag(
-            own,
-            other_curves(pruning, stage),
-            evaluated,
-            min_siblings=pruning.min_siblings,
-            same_seed=pruning.same_seed,
-        )
+        others, fewest = other_curves(pruning, stage), pruning.min_siblings
+        lag = find_lag(own, others, evaluated, min_siblings=fewest, same_seed=pruning.same_seed)
         # The files of the other runs may have changed between two ranks that read them.
         if not self.agree(lag is not None):
             return None
@@ -152,10 +138,9 @@ class Watch:
         failed = fail_of(firings, self.spec.stage.name, step)
         if failed is not None:
             return failed
-        roll_back = [firing.event for firing in firings if firing.action == "rollback"]
-        return self._roll_back(step, ", ".join(roll_back)) if roll_back else None
-
-    def _roll_back(self, step: int, why: str) -> Fail | RollBack:
+        why = ", ".join(firing.event for firing in firings if firing.action == "rollback")
+        if not why:
+            return None
         limit = self.spec.stage.guards.max_rollbacks
         if self.guards.rollbacks == limit:
             error = TrainingError(
@@ -166,10 +151,6 @@ class Watch:
             return Fail(error)
         # A guard judges the median of its window: the trouble may have begun at the window's first update.
         return RollBack(to=step - WINDOW, why=why)
-
-    def _out_of_time(self) -> bool:
-        limit = self.spec.resources.max_hours
-        return limit is not None and self.agree(time.perf_counter() - self._began > limit * SECONDS_PER_HOUR)
 
 
 def fail_of(firings: list[Firing], stage: str, step: int) -> Fail | None:

@@ -25,9 +25,9 @@ from grpo_tasks.policy.load import generation_of, load_tokenizer, pick_device, t
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed
-from grpo_tasks.stage.finish import Ending, finished, save_final, write_completions
+from grpo_tasks.stage.finish import finished, save_weights, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
-from grpo_tasks.stage.journal import Events, Journal
+from grpo_tasks.stage.journal import Counters, Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import fail_of, target_reached
 from schemas.config.stage import StageConfig
@@ -93,11 +93,11 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     if last is not None:
         events.append(int(last.rpartition("-")[2]), "resumed", f"from {last}")
     trainer.train(resume_from_checkpoint=last)
-    save_final(directory, trainer.accelerator.unwrap_model(trainer.model), tokenizer)
+    save_weights(directory.final, trainer.accelerator.unwrap_model(trainer.model), tokenizer)
     step = trainer.state.global_step
     stopped = "max_steps" if step == trainer.state.max_steps else "target"
-    ending = Ending(step, stopped, int(last is not None), time.perf_counter() - began)
-    result = finished(directory, spec, journal, ending)
+    counters = Counters(step, resumed=int(last is not None), seconds=time.perf_counter() - began)
+    result = finished(directory, spec, journal, counters, stopped=stopped)
     result.save(directory.result)
     return result
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_tasks.grpo.launch import rollout_servers
+from grpo_tasks.grpo.sampler import rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.library.steps import base_model, evaluate, load_data, merge, train_stage
 from grpo_tasks.policy.chat import prompt_ids

@@ -56,7 +56,7 @@ def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, refere
         )
         assert not current.advantages.dead.all()
         wanted = brute_force_kl(trainer.learner.model, known, current, 0.8)
-        measured = trainer._update(trainer._microbatches(current))[0]["kl"]
+        measured = trainer._update(trainer._microbatches(current)[0])[0]["kl"]
     assert wanted > 1e-3
     assert measured == pytest.approx(wanted, rel=1e-3)
 

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import polars as pl
 import pytest
-import torch
 
-from grpo_tasks.grpo.launch import rollout_engine
 from grpo_tasks.grpo.rounds import Rounds
+from grpo_tasks.grpo.sampler import rollout_engine
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -138,7 +137,7 @@ def test_processes_share_the_concurrency_of_a_server(stages, policy, tokenizer):
     directory = stages.write("stage", rollout={"engine": "vllm", "vllm": {"concurrency": 8, "base_urls": ["http://127.0.0.1:9"]}})
     given = (StageSpec.load(directory.spec), directory, policy, tokenizer, [VllmServer("http://127.0.0.1:9")])
     for ranks, share in ((1, 8), (3, 2), (16, 1)):
-        engine = rollout_engine(*given, device=torch.device("cpu"), ranks=ranks)
+        engine = rollout_engine(*given, cuda=False, ranks=ranks)
         assert [replica.concurrency.most for replica in engine.pool.replicas] == [share]
 
 
@@ -148,7 +147,7 @@ def test_a_rank_that_begins_later_removes_no_weights_of_another_one(stages, poli
     given = (StageSpec.load(directory.spec), directory, policy, tokenizer, [VllmServer("http://127.0.0.1:9")])
 
     def engine(rank):
-        return rollout_engine(*given, device=torch.device("cpu"), ranks=2, rank=rank)
+        return rollout_engine(*given, cuda=False, ranks=2, rank=rank)
 
     first = engine(0)
     weights = first.prepare()

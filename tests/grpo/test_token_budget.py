@@ -31,7 +31,7 @@ TOTAL = RESERVE + 40 * 2**20
 """A card with room for a few hundred tokens of the embedded model."""
 
 
-class Told:
+class Told(token_budget.CudaMemory):
     """A memory that reports so many bytes for each token of a pass, and is full above a number of tokens."""
 
     def __init__(self, bytes_per_token, most=10**9):

@@ -2,11 +2,10 @@
 
 import torch
 
-from grpo_tasks.grpo.supervised import NoEngine
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.conversations.play import play
-from grpo_tasks.rollout.engine import Sampling
+from grpo_tasks.rollout.engine import NoEngine, Sampling
 from schemas.config.rollout import RolloutConfig
 from tests.rollout.counting import Counting, interaction
 

@@ -8,7 +8,6 @@ import pytest
 
 from grpo_tasks.demo.arithmetic import Problem
 from grpo_tasks.demo.build import good_completion
-from grpo_tasks.grpo.supervised import DemonstrationTrainer, RejectionTrainer
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture
 from tests.in_process import suite_of
@@ -31,10 +30,6 @@ class SupervisedStages(Stages):
             chosen.setdefault("stage_rewards", [])
             return super().write(name, **chosen)
         return super().write(name, **settings)
-
-    def trainer(self, directory, suite):
-        kind = StageSpec.load(directory.spec).stage.kind
-        return (DemonstrationTrainer if kind == "sft" else RejectionTrainer)(directory, suite)
 
     def train(self, name="stage", **settings):
         directory = self.write(name, **settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_tasks.grpo.supervised import chosen_completions
+from grpo_tasks.grpo.microbatches import chosen_completions
 from grpo_tasks.policy.load import save_trained
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.stage import StageConfig

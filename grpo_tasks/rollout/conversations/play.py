@@ -1,7 +1,5 @@
 """Conversations from their prompt to their end: the policy's turns are sampled, and an environment answers them.
 
-    begin -> prompts -> sample a turn of all live conversations -> answer -> tokens of the answers -> sample the next turn -> ...
-
 Every turn continues from the exact token ids so far: those that were sampled, and those of what was said. All live conversations
 of a rollout decode together. A turn's random numbers depend on the conversation's seed and on the number of the turn alone, so a
 conversation does not depend on the others.
@@ -28,8 +26,6 @@ from schemas.errors import ConfigError, ModelError
 from schemas.prompts import PromptRow
 
 OTHER_BEGINNING = "the environment begins otherwise than for another conversation of the same row and seed"
-
-
 _STAND_IN, _FIRST = "\ufdd2", 0xE000
 """As PLACEHOLDER, taken out of every message."""
 
@@ -71,36 +67,22 @@ class TurnTokens:
         return self._encode(self._render([self._safe(message) for message in messages], opened=True))
 
     def after(self, before: Sequence[Message], turn: Message, answers: Sequence[Message], *, closed: bool) -> list[int]:
-        """Token ids between two turns of the policy: the end of the first one if it is missing, the answers, the next opening.
-
-        Args:
-            before: all messages before the first turn.
-            turn: the first turn.
-            answers: what was said after it.
-            closed: whether the policy wrote the end of its turn.
-        """
+        """Token ids between two turns of the policy: the end of the first one unless it is closed, answers, next opening."""
         history = [self._safe(message) for message in before]
         said = [self._safe(message) for message in answers]
-        text = self._continued(history, self._safe(turn), said)
-        if self._end:
-            text = text[text.index(self._end) + len(self._end) :]
-        return self._encode(text if closed else self._end_text() + text)
-
-    def _continued(self, history: Sequence[Message], turn: Message, said: Sequence[Message]) -> str:
-        """What the template writes behind the policy's words."""
         plain = {"role": "assistant", "content": PLACEHOLDER}
         try:
             text = rendered(self._tokenizer, [*history, plain, *said], opened=True)
         except RefusedError:
             # Some templates accept the answer of a tool only after a turn with calls.
-            text = self._render([*history, {**turn, "content": PLACEHOLDER}, *said], opened=True)
-        _, found, behind = text.rpartition(PLACEHOLDER)
-        if not found or (self._end and self._end not in behind):
+            text = self._render([*history, {**self._safe(turn), "content": PLACEHOLDER}, *said], opened=True)
+        # What the template writes behind the policy's words.
+        _, found, text = text.rpartition(PLACEHOLDER)
+        if not found or (self._end and self._end not in text):
             raise self._refused("the chat template leaves out the assistant's turn before an answer")
-        return behind
-
-    def _end_text(self) -> str:
-        return self._end or str(self._tokenizer.eos_token or "")
+        if self._end:
+            text = text[text.index(self._end) + len(self._end) :]
+        return self._encode(text if closed else (self._end or str(self._tokenizer.eos_token or "")) + text)
 
     def _render(self, messages: Sequence[Message], *, opened: bool) -> str:
         try:
@@ -136,18 +118,19 @@ class TurnTokens:
         ids: list[int] = []
         for index, part in enumerate(text.split(_STAND_IN)):
             # Every second part is the number of a marker that a message held.
-            ids += self._as_text(self._markers[ord(part) - _FIRST]) if index % 2 else self._tokens(part)
+            if not index % 2:
+                ids += self._tokens(part)
+                continue
+            # Its characters as ordinary tokens.
+            marker = self._markers[ord(part) - _FIRST]
+            plain = self._tokens(marker, split_special_tokens=True)
+            if self._special_ids.intersection(plain):
+                plain = [token for character in marker for token in self._tokens(character)]
+            ids += [token for token in plain if token not in self._special_ids]
         return ids
 
     def _tokens(self, text: str, **settings: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, **settings)["input_ids"]) if text else []
-
-    def _as_text(self, marker: str) -> list[int]:
-        """A marker's characters as ordinary tokens."""
-        ids = self._tokens(marker, split_special_tokens=True)
-        if self._special_ids.intersection(ids):
-            ids = [token for character in marker for token in self._tokens(character)]
-        return [token for token in ids if token not in self._special_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,10 +311,7 @@ def _prompt(row: PromptRow, opening: Opening) -> list[Mapping[str, Any]]:
 
 
 def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
-    """The policy's turn as its environment reads it: markers of calls included, without the end of the turn.
-
-    Without the stop string where `include_stop_str_in_output` is off, as completions of one turn have it.
-    """
+    """The policy's turn as its environment reads it: with markers of calls, without its end or an excluded stop string."""
     if sampling.stop and not sampling.include_stop_str_in_output:
         # The searched text may lack special tokens; its end, from the stop string on, is that of the whole text.
         stopped = StopRule(tokenizer, frozenset(), sampling).stopped_text(drawn.token_ids)

@@ -28,59 +28,32 @@ def player(
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> Iterator[Player | None]:
-    """What plays the conversations of a rollout; None where completions are one turn each.
-
-    Args:
-        config: the section `interaction`.
-        ref: the model that samples.
-        model: its settings.
-        rollout: for the variables of the chat template.
-        completion: names the tags around the policy's reasoning, in which no call counts.
-        log: file that receives what tools and environments print.
-
-    Raises:
-        UserError: a tool or the environment cannot be loaded.
-    """
+    """What plays the conversations of a rollout; None where completions are one turn each."""
     if not config.active:
         yield None
         return
     # What the policy and the environment say reaches the template too, and no check before the run has seen it.
-    with limited_templates(model.path), _playing(config, ref, model, rollout, completion, log) as found:
-        yield found
-
-
-@contextmanager
-def _playing(
-    config: InteractionConfig,
-    ref: ModelRef,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    completion: CompletionConfig,
-    log: Path | None,
-) -> Iterator[Player]:
-    tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
-    tags = completion.reasoning_tags
-    opened = opened_reasoning(tokenizer, tags)
-    environments = open_environments(
-        config,
-        chat_template=tokenizer.chat_template,
-        reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
-        # Where the template opens nothing, the turn alone says whether it begins inside a block.
-        starts_inside=None if opened is None else True,
-        log=log,
-    )
-    try:
-        values = with_tools(rollout, environments.schemas()).chat_template_kwargs
-        yield Player(environments, config, load_tokenizer(ref, model, values))
-    finally:
-        environments.close()
+    with limited_templates(model.path):
+        tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
+        tags = completion.reasoning_tags
+        opened = opened_reasoning(tokenizer, tags)
+        environments = open_environments(
+            config,
+            chat_template=tokenizer.chat_template,
+            reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
+            # Where the template opens nothing, the turn alone says whether it begins inside a block.
+            starts_inside=None if opened is None else True,
+            log=log,
+        )
+        try:
+            values = with_tools(rollout, environments.schemas()).chat_template_kwargs
+            yield Player(environments, config, load_tokenizer(ref, model, values))
+        finally:
+            environments.close()
 
 
 def opened_reasoning(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) -> str | None:
-    """The tag of the reasoning block that the chat template opens at the beginning of the policy's turn; None if there is none.
-
-    What the policy writes first is then reasoning, though its turn has no opening tag.
-    """
+    """The tag of the reasoning block that the chat template opens for the policy's turn; None if there is none."""
     if not tokenizer.chat_template:
         return None
     try:

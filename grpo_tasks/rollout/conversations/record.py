@@ -39,16 +39,8 @@ class Turn:
 
     def for_rewards(self) -> dict[str, Any]:
         """What a reward function gets of the turn."""
-        return {
-            "text": self.text,
-            "start": self.start,
-            "end": self.end,
-            "finish_reason": self.finish_reason,
-            "reward": self.reward,
-            "calls": self.calls,
-            "errors": self.errors,
-            "info": dict(self.info),
-        }
+        said = {"text": self.text, "start": self.start, "end": self.end, "finish_reason": self.finish_reason}
+        return said | {"reward": self.reward, "calls": self.calls, "errors": self.errors, "info": dict(self.info)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +82,8 @@ class Conversation:
     def as_json(self) -> str:
         """The conversation as one JSON object, for tables."""
         turns = [turn.for_rewards() | {"message": turn.message, "answers": list(turn.answers)} for turn in self.turns]
-        shown = {
-            "prompt": list(self.prompt),
-            "turns": turns,
-            "ending": self.ending,
-            "error": self.error,
-            "reward": self.reward,
-        }
+        ended = {"ending": self.ending, "error": self.error, "reward": self.reward}
+        shown = {"prompt": list(self.prompt), "turns": turns, **ended}
         # Text of a policy may hold halves of surrogate pairs, which UTF-8 has no form for: escapes are plain ASCII.
         return json.dumps(shown, default=str)
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 
 from grpo_tasks.environments.contract import Opening
-from grpo_tasks.grpo.supervised import NoEngine
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations.play import OTHER_BEGINNING, Start, play
+from grpo_tasks.rollout.engine import NoEngine
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError
 from schemas.prompts import PLAIN
