@@ -23,7 +23,7 @@ from schemas.results.publication import Lineage, PipelineResult, Reproduction
 if TYPE_CHECKING:
     import polars as pl
 
-    from grpo_tasks.cluster.connect import Overview
+    from grpo_tasks.cluster.connect import NodeView
     from grpo_tasks.operating.trace import Trace
     from grpo_tasks.planning.memory_plan import StagePlan
     from grpo_tasks.reporting.compare import Comparison
@@ -348,17 +348,17 @@ def _advice(plan: "StagePlan") -> str:
     return "a GPU with more memory, a smaller model, or model.quantization: nf4"
 
 
-def show_cluster(console: Console, found: "Overview") -> None:
-    """Print the nodes of a cluster with what is free and in what they differ, and the runs that hold or wait for some."""
+def show_cluster(console: Console, nodes: "Sequence[NodeView]", holders: Sequence[tuple[str, str]]) -> None:
+    """Print the nodes of a cluster with what is free and in what they differ, and name and state of all reservations."""
     table = Table(title="Nodes of the Ray cluster", title_justify="left")
     for heading in ("node", "CPUs free", "GPUs free", "versions"):
         table.add_column(heading, overflow="fold")
-    for node in found.nodes:
+    for node in nodes:
         same = "the same as here" if node.cpus[1] else "head without CPUs: trains nothing"
         versions = "[red]" + escape("; ".join(node.faults)) + "[/]" if node.faults else same
         table.add_row(node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions)
     console.print(table)
-    for name, state in found.holders:
+    for name, state in holders:
         console.print(f"{escape(name)}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}", highlight=False)
-    if not found.holders:
+    if not holders:
         console.print("no run uses it")

@@ -1,12 +1,13 @@
 """A job on nodes, as the driver sees it: actors are started, files sent, processes started, what they write is collected.
 
-    start_actors -> join (versions compared, files sent) -> RunningJob.poll until all processes have ended, or NodeLost
+    job_nodes (actors started, versions compared, files sent) -> RunningJob.poll until all processes have ended, or NodeLost
 
 Ray's own restarts are not used: who has work for the nodes decides what is done again, and from where.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_tasks.cluster.mirror import CHUNK_BYTES, Inbox
-from grpo_tasks.cluster.node import Job, Node, NodeFacts, Report
+from grpo_tasks.cluster.node import Job, JobNode, Node, NodeFacts, Report
 from grpo_tasks.cluster.parcel import ParcelFile
 from grpo_tasks.cluster.placement import Share
 from grpo_tasks.cluster.versions import require_equal
@@ -93,26 +94,10 @@ def start_actor(kind: type[Node], group: PlacementGroup, index: int, share: Shar
     return ray.remote(kind).options(**options).remote(*arguments)
 
 
-def start_actors(kind: type[Node], group: PlacementGroup, share: Share) -> list[Any]:
-    """An actor on each bundle of a group."""
-    return [start_actor(kind, group, index, share) for index in range(group.bundle_count)]
-
-
-def addresses_of(group: PlacementGroup) -> list[str]:
-    """The address of the machine of each bundle; all of them are reserved."""
-    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    places = placement_group_table(group)["bundles_to_node_id"]
-    return [addresses.get(places[index], "") for index in range(group.bundle_count)]
-
-
 def join(actors: Sequence[Any], names: Sequence[str], files: Sequence[ParcelFile], patience_s: float = START_S) -> list[Member]:
-    """Wait for actors, compare their versions with those of this machine, and send files to them.
+    """Wait for actors, compare their versions with those of this machine, and send the files to them.
 
-    Args:
-        actors: just started.
-        names: of each, for errors, until it says its own.
-        files: what all of them get.
-        patience_s: longest wait for one to start.
+    `names` are used in errors until the actors say their own.
     """
     asked = [actor.describe.remote() for actor in actors]
     described = [answer(ref, name, patience_s) for ref, name in zip(asked, names, strict=True)]
@@ -129,6 +114,19 @@ def join(actors: Sequence[Any], names: Sequence[str], files: Sequence[ParcelFile
                 ask_each(receivers, "receive", file, offset, ray.put(stream.read(CHUNK_BYTES)), patience_s=START_S)
     ask_each(members, "lay_out", files, patience_s=START_S)
     return members
+
+
+@contextmanager
+def job_nodes(group: PlacementGroup, share: Share, files: Sequence[ParcelFile]) -> Iterator[list[Member]]:
+    """A node with these files on each bundle of a group. They end with the block, with their processes and private folders."""
+    actors = [start_actor(JobNode, group, index, share) for index in range(group.bundle_count)]
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    places = placement_group_table(group)["bundles_to_node_id"]
+    try:
+        yield join(actors, [addresses.get(places[index], "") for index in range(group.bundle_count)], files)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 class RunningJob:

@@ -9,7 +9,7 @@ The trainer deletes old checkpoints, so what is new is held by hard links until 
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,15 +70,15 @@ class Outbox:
         self.root, self._mirrored = root, mirrored
         lines = [LOG, *mirrored.lines]
         self._offsets = {name: (root / name).stat().st_size if (root / name).exists() else 0 for name in lines}
-        self._stamps = {self._name(path): _stamp(path) for path in self._complete()}
+        self._stamps = {path.relative_to(self.root).as_posix(): _stamp(path) for path in self._complete()}
 
     def collect(self) -> Delta:
         """Everything that is new since the last call."""
         # First of all: a checkpoint that is replaced at this moment counts as present.
         found = (self.root / self._mirrored.tidied).glob("*") if self._mirrored.tidied else ()
         present = frozenset(path.name.removeprefix(".").removesuffix(".part") for path in found)
-        # What counts on others is held before them, and lines are read last: so all that it counts on is there by then.
-        held = [each for path in reversed(self._complete()) if (each := self._hold(path)) is not None]
+        # What counts on others is found and held before them, and lines are read last: all that it counts on is there by then.
+        held = [each for path in self._complete() if (each := self._hold(path)) is not None]
         lines = {name: new for name in self._offsets if (new := self._new_bytes(name))}
         return Delta(lines, tuple(reversed(held)), present)
 
@@ -90,25 +90,19 @@ class Outbox:
 
     def release(self, name: str) -> None:
         """The driver has it."""
-        shelf = self._shelf(name)
-        if shelf.is_dir():
-            shutil.rmtree(shelf)
-        else:
-            shelf.unlink(missing_ok=True)
+        _remove(self._shelf(name))
 
-    def _complete(self) -> list[Path]:
-        """Whatever has its final name; every one was renamed to it when it was complete."""
-        return [path for pattern in self._mirrored.complete for path in sorted(self.root.glob(pattern))]
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+    def _complete(self) -> Iterator[Path]:
+        """Whatever has its final name, the last pattern first; every one was renamed to it when it was complete."""
+        for pattern in reversed(self._mirrored.complete):
+            yield from sorted(self.root.glob(pattern), reverse=True)
 
     def _shelf(self, name: str) -> Path:
         return self.root / ".outbox" / name.replace("/", "-")
 
     def _hold(self, path: Path) -> Held | None:
         """Hold a path if it is new; None too when the trainer replaces it at this moment, and the next call sees the new one."""
-        name = self._name(path)
+        name = path.relative_to(self.root).as_posix()
         shelf = self._shelf(name)
         try:
             stamp = _stamp(path)

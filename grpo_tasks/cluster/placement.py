@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 import ray
@@ -46,21 +46,18 @@ class Share:
     gpus: int
 
     @classmethod
-    def of(cls, resources: ResourcesConfig, processes: int | None = None) -> Self:
-        """The resources of so many processes; None: of all processes of one node."""
-        cluster = resources.cluster
-        count = cluster.processes_per_node if processes is None else processes
-        gpus = cluster.gpus_per_process
+    def of(cls, resources: ResourcesConfig, processes: int) -> Self:
+        """The resources of so many processes."""
+        gpus = resources.cluster.gpus_per_process
         if gpus is None:
             has_gpus = any(machine.get("GPU", 0) for machine in _machines().values())
             gpus = int(has_gpus and resources.device != "cpu")
-        return cls(cluster.cpus_per_process * count, gpus * count)
+        return cls(resources.cluster.cpus_per_process * processes, gpus * processes)
 
     @classmethod
     def of_server(cls, resources: ResourcesConfig, vllm: VllmConfig) -> Self:
         """The resources of one rollout server."""
-        gpus = vllm.tensor_parallel_size if cls.of(resources).gpus else 0
-        return cls(resources.cluster.cpus_per_process, gpus)
+        return cls(resources.cluster.cpus_per_process, vllm.tensor_parallel_size if cls.of(resources, 1).gpus else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -89,26 +86,23 @@ class Demand:
     servers: int = 0
     server: Share = Share(1.0, 0)
     """What each rollout server reserves, on any machine."""
-    each: str = "nodes"
+    each: Literal["nodes", "processes"] = "nodes"
+    """Nodes have to run at once; processes start with as many as there is room for."""
 
     @classmethod
     def of_stage(cls, resources: ResourcesConfig, rollout: RolloutConfig) -> Self:
         """The nodes of a stage, and its rollout servers unless somebody else runs them."""
         cluster, vllm = resources.cluster, rollout.vllm
         servers = vllm.replicas if rollout.engine == "vllm" and not vllm.base_urls else 0
-        server = Share.of_server(resources, vllm)
-        return cls(cluster.num_nodes, Share.of(resources), cluster.placement, servers, server)
+        share, server = Share.of(resources, cluster.processes_per_node), Share.of_server(resources, vllm)
+        return cls(cluster.num_nodes, share, cluster.placement, servers, server)
 
     @classmethod
-    def of_processes(cls, resources: ResourcesConfig, count: int) -> Self:
-        """Processes that know nothing of each other, wherever there is room."""
+    def of_processes(cls, resources: ResourcesConfig, rollout: RolloutConfig, count: int) -> Self:
+        """Processes that know nothing of each other, wherever there is room. With vLLM each starts a server."""
         strategy = "PACK" if resources.cluster.placement == "PACK" else "SPREAD"
-        return cls(count, Share.of(resources, 1), strategy, each="processes")
-
-    @property
-    def is_gang(self) -> bool:
-        """Whether all of them have to run at once, as those of a stage do."""
-        return self.each == "nodes"
+        share = Share.of_server(resources, rollout.vllm) if rollout.engine == "vllm" else Share.of(resources, 1)
+        return cls(count, share, strategy, each="processes")
 
     def arranged(self, machines: Mapping[str, Mapping[str, float]]) -> tuple[str, ...] | None:
         """The machine of each node, such that the servers have room too; None if not all of it fits.
@@ -171,7 +165,7 @@ class Reservation:
             fits = demand.arranged(_machines()) is not None
             fitted = now if fits else fitted
             missing = demand if self.servers is None else replace(demand, servers=0)
-            if (fewer or not demand.is_gang) and now - (began if fewer else fitted) >= self._wait_s:
+            if (fewer or demand.each == "processes") and now - (began if fewer else fitted) >= self._wait_s:
                 if demand.count > 1:
                     self._release_nodes()
                     demand = replace(demand, count=demand.count - 1)
@@ -180,14 +174,20 @@ class Reservation:
                 if self.servers is not None:
                     raise Crowded(f"no {missing} within {self._wait_s:g} s")
             if now - fitted >= max(JOIN_S, self._wait_s):
-                raise _too_large(demand)
+                raise ClusterError(
+                    f"the cluster cannot hold {demand}: {describe_nodes()}",
+                    place="resources.cluster",
+                    fix="lower num_nodes, processes_per_node, cpus_per_process, rollout.vllm.replicas or tensor_parallel_size, "
+                    "or add nodes; `grpo cluster` shows what there is. A higher replacement_wait_s waits longer for nodes that "
+                    "join",
+                )
             if now - reported >= REPEAT_S:
                 reported = now
                 too_much = "" if fits else ", which is more than the whole cluster has"
                 self._report(f"waits for {missing}{too_much}; {describe_nodes()}")
         return reserved
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release everything that is reserved or requested."""
         self._release_nodes()
         if self.servers is not None:
@@ -216,18 +216,9 @@ class Reservation:
         if self.nodes.wait(timeout_seconds=HOLD_S) and self.servers.wait(timeout_seconds=HOLD_S):
             return self.nodes
         # Another run was faster. Not all that are after the same nodes come back at once.
-        self.release()
+        self.close()
         time.sleep(random.uniform(*PAUSE_S))
         return None
-
-
-def _too_large(demand: Demand) -> ClusterError:
-    return ClusterError(
-        f"the cluster cannot hold {demand}: {describe_nodes()}",
-        place="resources.cluster",
-        fix="lower num_nodes, processes_per_node, cpus_per_process, rollout.vllm.replicas or tensor_parallel_size, or add nodes; "
-        "`grpo cluster` shows what there is. A higher replacement_wait_s waits longer for nodes that join",
-    )
 
 
 def _group(
@@ -239,14 +230,14 @@ def _group(
 
 def describe_nodes() -> str:
     """What is free on each node, and who holds the rest."""
-    free = ray._private.state.available_resources_per_node()
-    nodes = [
-        f"{node['NodeManagerAddress']} has {_amount(free, node, 'CPU')} CPU, {_amount(free, node, 'GPU')} GPU free"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    free, parts = _free(), []
+    for node in ray.nodes():
+        if node["Alive"]:
+            here = free.get(node["NodeID"], {})
+            cpus, gpus = (f"{here.get(what, 0):g} of {node['Resources'].get(what, 0):g} {what}" for what in ("CPU", "GPU"))
+            parts.append(f"{node['NodeManagerAddress']} has {cpus}, {gpus} free")
     holders = sorted({group["name"] for group in groups() if group["state"] == "CREATED"})
-    return "; ".join(nodes) + (f"; held by {', '.join(holders)}" if holders else "")
+    return "; ".join(parts) + (f"; held by {', '.join(holders)}" if holders else "")
 
 
 def groups() -> list[dict[str, Any]]:
@@ -262,7 +253,3 @@ def _machines() -> dict[str, dict[str, float]]:
 def _free() -> dict[str, dict[str, float]]:
     """What is free on each node, by its id."""
     return dict(ray._private.state.available_resources_per_node())
-
-
-def _amount(free: dict[str, Any], node: dict[str, Any], what: str) -> str:
-    return f"{free.get(node['NodeID'], {}).get(what, 0):g} of {node['Resources'].get(what, 0):g}"

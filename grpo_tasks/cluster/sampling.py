@@ -10,24 +10,24 @@ dies, the others take its shard. Workers are reserved again only when none is le
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import polars as pl
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from grpo_tasks.cluster.connect import connected
-from grpo_tasks.cluster.jobs import Member, NodeLost, RunningJob, addresses_of, join, start_actors
+from grpo_tasks.cluster.jobs import Member, NodeLost, RunningJob, job_nodes
 from grpo_tasks.cluster.mirror import Inbox, Mirrored, Refused
-from grpo_tasks.cluster.node import Job, JobNode
+from grpo_tasks.cluster.node import Job
 from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, interaction_at, model_at, model_files, module_files
-from grpo_tasks.cluster.placement import Demand, Reservation, Share
+from grpo_tasks.cluster.placement import Demand, Reservation
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, chosen_rows
-from schemas.config.operations import ClusterConfig, ResourcesConfig
+from schemas.config.operations import ClusterConfig
 from schemas.errors import ClusterError
 from schemas.prompts import GREEDY
 
@@ -101,7 +101,6 @@ class SamplingSupervisor:
 
     def __init__(self, directory: Path, spec: SampleSpec) -> None:
         self.cluster = spec.resources.cluster
-        self.resources = _resources(spec)
         vllm = spec.rollout.vllm
         # Every node has its own working directory.
         there = vllm.model_copy(update={"python": str(Path(vllm.python).absolute())})
@@ -123,35 +122,29 @@ class SamplingSupervisor:
         """
         while self.waiting:
             # No more processes than there are shards left.
-            demand = Demand.of_processes(self.resources, min(self.processes, len(self.waiting)))
-            held = Reservation(self.name, demand, _report, self.cluster.replacement_wait_s)
-            try:
-                self._sample(held.reserve(fewer=self.deaths > 0), demand.share)
-            finally:
-                held.release()
+            demand = Demand.of_processes(self.spec.resources, self.spec.rollout, min(self.processes, len(self.waiting)))
+            with closing(Reservation(self.name, demand, _report, self.cluster.replacement_wait_s)) as held:
+                try:
+                    with job_nodes(held.reserve(fewer=self.deaths > 0), demand.share, self.files) as members:
+                        self._sample(members)
+                except NodeLost as lost:
+                    self._count(lost)
         return joined([self.tables[number] for number in range(len(self.shards))])
 
-    def _sample(self, nodes: PlacementGroup, share: Share) -> None:
-        """Sample with a worker on each bundle until all shards are done, or none of the workers is left."""
-        actors = start_actors(JobNode, nodes, share)
-        try:
-            workers = [Worker(member) for member in join(actors, addresses_of(nodes), self.files)]
-            while workers and (self.waiting or any(worker.job is not None for worker in workers)):
-                for worker in list(workers):
-                    try:
-                        self._tend(worker)
-                    except NodeLost as lost:
-                        self.waiting.appendleft(worker.shard)
-                        workers.remove(worker)
-                        # The process and the private folder end, if only the process died.
-                        ray.kill(worker.member.actor)
-                        self._count(lost)
-                time.sleep(POLL_S)
-        except NodeLost as lost:
-            self._count(lost)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
+    def _sample(self, members: Sequence[Member]) -> None:
+        """Sample on these nodes until all shards are done, or none of the nodes is left."""
+        workers = [Worker(member) for member in members]
+        while workers and (self.waiting or any(worker.job is not None for worker in workers)):
+            for worker in list(workers):
+                try:
+                    self._tend(worker)
+                except NodeLost as lost:
+                    self.waiting.appendleft(worker.shard)
+                    workers.remove(worker)
+                    # The process and the private folder end, if only the process died.
+                    ray.kill(worker.member.actor)
+                    self._count(lost)
+            time.sleep(POLL_S)
 
     def _tend(self, worker: Worker) -> None:
         """Give an idle worker a shard, or collect what it has done."""
@@ -185,15 +178,6 @@ class SamplingSupervisor:
 def _report(happened: str) -> None:
     """A line of the step's log."""
     print(happened, flush=True)
-
-
-def _resources(spec: SampleSpec) -> ResourcesConfig:
-    """What each process reserves; one that starts a server needs the server's cards."""
-    if spec.rollout.engine != "vllm":
-        return spec.resources
-    gpus = Share.of_server(spec.resources, spec.rollout.vllm).gpus
-    cluster = spec.resources.cluster.model_copy(update={"gpus_per_process": gpus})
-    return spec.resources.model_copy(update={"cluster": cluster})
 
 
 def main(directory: Path) -> None:

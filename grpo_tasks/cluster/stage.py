@@ -10,18 +10,16 @@ The ranks of a stage can only go on together, from a checkpoint that all of them
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
-from grpo_tasks.cluster.jobs import NodeLost, RunningJob, addresses_of, ask_each, join, start_actors
+from grpo_tasks.cluster.jobs import Member, NodeLost, RunningJob, ask_each, job_nodes
 from grpo_tasks.cluster.mirror import Inbox, Mirrored, Refused
-from grpo_tasks.cluster.node import Job, JobNode, NodeFacts
+from grpo_tasks.cluster.node import Job
 from grpo_tasks.cluster.parcel import (
     INPUTS,
     MODULES,
@@ -102,20 +100,11 @@ def spec_at(
     return spec.model_copy(update=changes)
 
 
-def rank_environments(first: NodeFacts, port: int, node: int, local: int, ranks: int) -> tuple[dict[str, str], ...]:
-    """How the ranks of all nodes find each other.
-
-    Args:
-        first: where rank 0 runs.
-        port: of that node, free.
-        node: number of the node that gets these.
-        local: processes of each node.
-        ranks: processes of all nodes.
-    """
+def rank_environments(address: str, port: int, node: int, local: int, ranks: int) -> tuple[dict[str, str], ...]:
+    """What the `local` processes of a node need to find those of all nodes, `ranks` in number, at address and port of rank 0."""
     if ranks == 1:
         return ({},)
-    shared = {"MASTER_ADDR": first.address, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), LOCAL_RANKS: str(local)}
-    shared |= {OWN_DISK: "1"}
+    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), LOCAL_RANKS: str(local), OWN_DISK: "1"}
     return tuple(shared | {"RANK": str(node * local + rank), "LOCAL_RANK": str(rank)} for rank in range(local))
 
 
@@ -168,28 +157,28 @@ class StageSupervisor:
         """
         demand = Demand.of_stage(self.spec.resources, self.spec.rollout)
         while not self.dir.result.exists():
-            held = Reservation(self.name, demand, self._wait_report, self.cluster.replacement_wait_s)
-            try:
-                nodes = held.reserve(fewer=self.restarts > 0)
-                room = held.servers
-                own = nullcontext() if room is None else ClusterServers(self.spec, room, demand.server, self._wait_report)
-                with own as servers:
-                    while not self._attempt(nodes, demand.share, servers):
-                        nodes = held.reserve(fewer=True)
-            except Crowded as crowded:
-                self._wait_report(f"{crowded}; releases what it has, and tries again")
-            finally:
-                held.release()
+            with closing(Reservation(self.name, demand, self._wait_report, self.cluster.replacement_wait_s)) as held:
+                try:
+                    nodes, room = held.reserve(fewer=self.restarts > 0), held.servers
+                    own = nullcontext() if room is None else ClusterServers(self.spec, room, demand.server, self._wait_report)
+                    with own as servers:
+                        while not self._attempt(nodes, demand.share, servers):
+                            nodes = held.reserve(fewer=True)
+                except Crowded as crowded:
+                    self._wait_report(f"{crowded}; releases what it has, and tries again")
 
     def _attempt(self, nodes: PlacementGroup, share: Share, servers: ClusterServers | None) -> bool:
         """Train on these nodes; False if something died."""
-        actors = start_actors(JobNode, nodes, share)
+        # Opening both cuts off an incomplete last line that a killed driver left.
+        Journal(self.dir.journal), Events(self.dir.events)
+        files = stage_files(self.spec, self.dir)
         try:
-            job = self._start(actors, addresses_of(nodes), servers)
-            while not job.poll():
-                for server in [] if servers is None else servers.tend():
-                    ask_each(job.members, "append", self.dir.servers.name, json.dumps(asdict(server)))
-                time.sleep(POLL_S)
+            with job_nodes(nodes, share, files) as members:
+                job = self._start(members, files, servers)
+                while not job.poll():
+                    for server in [] if servers is None else servers.tend():
+                        ask_each(members, "append", self.dir.servers.name, json.dumps(asdict(server)))
+                    time.sleep(POLL_S)
             if not self.dir.result.exists():
                 raise NodeLost("all ranks ended, but the result did not arrive")
             return True
@@ -204,34 +193,22 @@ class StageSupervisor:
                     "resources.cluster.max_restarts allows more interruptions",
                 ) from lost
             return False
-        finally:
-            for actor in actors:
-                ray.kill(actor)
 
-    def _start(self, actors: Sequence[Any], addresses: Sequence[str], servers: ClusterServers | None) -> RunningJob:
-        """Send the stage, and start all ranks."""
-        # Opening both cuts off an incomplete last line that a killed driver left.
-        Journal(self.dir.journal), Events(self.dir.events)
-        files = stage_files(self.spec, self.dir)
-        members = join(actors, addresses, files)
+    def _start(self, members: Sequence[Member], files: Sequence[ParcelFile], servers: ClusterServers | None) -> RunningJob:
+        """Start all ranks."""
         first, local = members[0], self.cluster.processes_per_node
         port, ranks = first.ask("free_port"), local * len(members)
         # Ranks that are given no server would start some of their own.
-        given = () if servers is None else tuple(servers.wait_for_one())
-        specs = [spec_at(member.facts.root, self.spec, files, ranks=ranks, servers=given) for member in members]
-        environments = [rank_environments(first.facts, port, number, local, ranks) for number in range(len(members))]
+        given = () if servers is None else servers.wait_for_one()
         key = {} if servers is None else servers.environment
-        jobs = [
-            Job(
-                module=package_of(self.spec.stage),
-                folder="",
-                spec=spec.model_dump_json(),
-                mirrored=MIRRORED if member is first else Mirrored(),
-                environments=tuple(rank | key for rank in ranks_there),
-            )
-            for member, spec, ranks_there in zip(members, specs, environments, strict=True)
-        ]
-        base = first.ask("resolve", specs[0].start.path)
+        jobs = []
+        for number, member in enumerate(members):
+            spec = spec_at(member.facts.root, self.spec, files, ranks=ranks, servers=given)
+            environments = rank_environments(first.facts.address, port, number, local, ranks)
+            mirrored = Mirrored() if number else MIRRORED
+            environments = tuple(rank | key for rank in environments)
+            jobs.append(Job(package_of(spec.stage), "", spec.model_dump_json(), mirrored, environments))
+        base = first.ask("resolve", model_at(first.facts.root, self.spec.model, self.spec.start, files)[1].path)
         inbox = Inbox(self.dir.root, MIRRORED, partial(store, self.dir, self.spec, base))
         return RunningJob(members, jobs, inbox, str(self.dir.root))
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ def train_on_nodes(spec, directory, count):
     port = nodes[0].free_port()
     for number, node in enumerate(nodes):
         here = spec_at(facts[number].root, spec, files, ranks=count)
-        environments = rank_environments(facts[0], port, number, 1, count)
+        environments = rank_environments(facts[0].address, port, number, 1, count)
         node.start(Job("grpo_tasks.grpo", "", here.model_dump_json(), Mirrored() if number else MIRRORED, environments))
     base = nodes[0].resolve(spec_at(facts[0].root, spec, files, ranks=count).start.path)
     inbox = Inbox(directory, MIRRORED, partial(store, there, spec, base))
@@ -124,22 +125,24 @@ def test_the_best_weights_arrive_before_the_checkpoint_that_counts_on_them(mail)
     assert (mail.receiver.best / "weights").read_text() == "best"
 
 
-def test_what_counts_on_others_never_arrives_before_them(mail, monkeypatch):
-    """The trainer writes better weights and a checkpoint that counts on them, at any moment of a collection."""
-    hold, done = Outbox._hold, []
+@pytest.mark.parametrize("moment", range(6))
+def test_what_counts_on_others_never_arrives_before_them(mail, monkeypatch, moment):
+    """The trainer writes better weights, and a checkpoint that counts on them, at any moment of a collection."""
+    glob, calls = Path.glob, []
 
-    def written(outbox, path):
-        if not done:
-            done.append(path)
-            mail.sender.best.mkdir()
-            checkpoint(mail.sender, 4)
-        return hold(outbox, path)
+    def found(folder, pattern):
+        if folder == mail.sender.root:
+            if len(calls) == moment:
+                mail.sender.best.mkdir()
+                (mail.sender.best / "weights").write_text("best")
+                checkpoint(mail.sender, 4)
+            calls.append(pattern)
+        return glob(folder, pattern)
 
-    monkeypatch.setattr(Outbox, "_hold", written)
-    checkpoint(mail.sender, 2)
-    deliver(mail)
-    assert done
+    monkeypatch.setattr(Path, "glob", found)
+    mail.inbox.apply(mail.outbox.collect(), mail.outbox.read, mail.outbox.release)
     assert mail.receiver.best.exists() or not (mail.receiver.checkpoints / "step-000004").exists()
+    assert len(calls) == len(MIRRORED.complete)
 
 
 def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
