@@ -71,7 +71,7 @@ def _full_disk(name: str) -> DiskFullError:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An actor and what is known of its node."""
+    """An actor and its node."""
 
     actor: Any
     facts: NodeFacts

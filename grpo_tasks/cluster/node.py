@@ -66,11 +66,7 @@ class Report:
 
 
 class Node(NodeFiles):
-    """What the actors have in common: a private folder that ends with them, and files that the driver sends.
-
-    Args:
-        address: default: the one that Ray knows.
-    """
+    """What the actors have in common: a private folder that ends with them, and files that the driver sends."""
 
     def __init__(self, address: str | None = None) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="grpo-stage-")))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_tasks.content.copies import place_of
 from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.kit.files import is_unfinished
 from schemas.config.learning.interaction import InteractionConfig
@@ -72,11 +73,7 @@ def model_files(model: ModelRef) -> list[ParcelFile]:
 
 def module_files(modules: Mapping[str, Path]) -> list[ParcelFile]:
     """Modules by their dotted name, below the folder from which a node imports them."""
-    places = {name: f"{MODULES}/{name.replace('.', '/')}" for name in modules}
-    return [
-        ParcelFile.of(f"{places[name]}/{path.name}" if path.stem == "__init__" else f"{places[name]}{path.suffix}", path)
-        for name, path in modules.items()
-    ]
+    return [ParcelFile.of(f"{MODULES}/{place_of(name, path)}", path) for name, path in modules.items()]
 
 
 def model_at(root: Path, config: ModelConfig, ref: ModelRef, files: Sequence[ParcelFile]) -> tuple[ModelConfig, ModelRef]:
@@ -96,11 +93,7 @@ def interaction_at(root: Path, interaction: InteractionConfig) -> InteractionCon
 
 
 class NodeFiles:
-    """The files of one node.
-
-    Args:
-        root: its private folder.
-    """
+    """The files of one node, whose private folder is `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

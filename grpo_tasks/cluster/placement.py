@@ -47,7 +47,7 @@ class Share:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, processes: int) -> Self:
-        """The resources of so many processes."""
+        """What so many processes reserve."""
         gpus = resources.cluster.gpus_per_process
         if gpus is None:
             has_gpus = any(machine.get("GPU", 0) for machine in _machines().values())
@@ -56,7 +56,7 @@ class Share:
 
     @classmethod
     def of_server(cls, resources: ResourcesConfig, vllm: VllmConfig) -> Self:
-        """The resources of one rollout server."""
+        """What a rollout server reserves."""
         return cls(resources.cluster.cpus_per_process, vllm.tensor_parallel_size if cls.of(resources, 1).gpus else 0)
 
     @property
@@ -105,11 +105,7 @@ class Demand:
         return cls(count, share, strategy, each="processes")
 
     def arranged(self, machines: Mapping[str, Mapping[str, float]]) -> tuple[str, ...] | None:
-        """The machine of each node, such that the servers have room too; None if not all of it fits.
-
-        Args:
-            machines: what each has, by its id.
-        """
+        """The machine of each node, such that the servers have room too; None if not all of it fits on machines with so much."""
         # best[n]: of the ways to place n nodes on the machines seen so far, one with room for the most servers (at most as many
         # as are wanted), and of these one on the fewest machines: (servers, -machines, the machine of each node).
         best: dict[int, tuple[int, int, tuple[str, ...]]] = {0: (0, 0, ())}
@@ -131,14 +127,7 @@ class Demand:
 
 
 class Reservation:
-    """What a stage or an evaluation has reserved.
-
-    Args:
-        name: shown by `grpo cluster`.
-        demand: what it wants.
-        report: told what the run waits for.
-        wait_s: see `reserve`.
-    """
+    """What a stage or an evaluation has reserved. `grpo cluster` shows its name, and `report` hears what it waits for."""
 
     def __init__(self, name: str, demand: Demand, report: Callable[[str], None], wait_s: float) -> None:
         self.name, self.demand = name, demand
@@ -201,31 +190,27 @@ class Reservation:
 
     def _reserve(self, demand: Demand) -> PlacementGroup | None:
         """Reserve what is missing, or wait a moment for it."""
-        bundles = [demand.share.bundle] * demand.count
+        # Ray refuses a name that another group has, and two runs may have the same config and stage.
+        bundles, mark = [demand.share.bundle] * demand.count, uuid4().hex[:6]
         if not demand.servers or self.servers is not None:
             # A group holds nothing while it waits.
-            self.nodes = self.nodes or _group(self.name, bundles, demand.strategy)
+            self.nodes = self.nodes or placement_group(bundles, strategy=demand.strategy, name=f"{self.name} #{mark}")
             return self.nodes if self.nodes.wait(timeout_seconds=POLL_S) else None
         machines = demand.arranged(_free())
         if machines is None:
             time.sleep(POLL_S)
             return None
         # Each node on the machine that leaves room for the servers, which are on different machines where there are enough.
-        self.nodes = _group(self.name, bundles, demand.strategy, [{NODE_ID: machine} for machine in machines])
-        self.servers = _group(f"{self.name} servers", [demand.server.bundle] * demand.servers, "SPREAD")
+        places = [{NODE_ID: machine} for machine in machines]
+        self.nodes = placement_group(bundles, strategy=demand.strategy, name=f"{self.name} #{mark}", bundle_label_selector=places)
+        servers = [demand.server.bundle] * demand.servers
+        self.servers = placement_group(servers, strategy="SPREAD", name=f"{self.name} servers #{mark}")
         if self.nodes.wait(timeout_seconds=HOLD_S) and self.servers.wait(timeout_seconds=HOLD_S):
             return self.nodes
         # Another run was faster. Not all that are after the same nodes come back at once.
         self.close()
         time.sleep(random.uniform(*PAUSE_S))
         return None
-
-
-def _group(
-    name: str, bundles: list[dict[str, float]], strategy: str, places: list[dict[str, str]] | None = None
-) -> PlacementGroup:
-    """Request a group. Ray refuses a name that another one has, and two runs may have the same config and stage."""
-    return placement_group(bundles, strategy=strategy, name=f"{name} #{uuid4().hex[:6]}", bundle_label_selector=places)
 
 
 def describe_nodes() -> str:

@@ -57,9 +57,7 @@ class ServerAddress:
 class ServerNode(Node):
     """The actor of one server: vLLM in its own environment on the node, and a receiver of weights next to it.
 
-    Args:
-        key: what requests must carry. The server listens on the address of the node and nowhere else.
-        address: as for `Node`.
+    `key` is what requests must carry. The server listens on the address of the node and nowhere else.
     """
 
     def __init__(self, key: str, address: str | None = None) -> None:
@@ -68,10 +66,6 @@ class ServerNode(Node):
 
     def start(self, config: VllmConfig, served: ServerModel) -> ServerAddress:
         """Start the server and the receiver.
-
-        Args:
-            config: settings of the server.
-            served: the model, whose files were laid out.
 
         Raises:
             RolloutError: there is no vLLM environment here, or the server or the receiver does not come up.
@@ -131,11 +125,7 @@ class News:
 class ClusterServers:
     """The replicas of a stage. Each is kept in a thread of its own: a node may have to be waited for, and vLLM takes a minute.
 
-    Args:
-        spec: the stage.
-        group: what is reserved, a bundle for each server.
-        share: what each of them reserves.
-        report: told what happens to a server.
+    `group` has a bundle for each server, with its `share`; `report` hears what happens to one.
     """
 
     def __init__(self, spec: StageSpec, group: PlacementGroup, share: Share, report: Callable[[str], None]) -> None:
