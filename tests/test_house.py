@@ -168,7 +168,6 @@ def source_files():
 
 RENAMES_ELSEWHERE = {
     "flows/approval.py": "a file is named by its content once it is written",
-    "grpo_tasks/cluster/inbox.py": "what arrives is judged before it replaces anything",
     "grpo_tasks/cluster/parcel.py": "two stages on a node may receive one file at once",
     "grpo_tasks/content/copies.py": "a folder is named by its content, and the first of two writers keeps it",
     "grpo_tasks/operating/export.py": "moved out of a folder of scratch",

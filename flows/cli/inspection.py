@@ -62,9 +62,9 @@ def cluster(
         from grpo_tasks.cluster.connect import connected, overview
 
         with connected(address):
-            found = overview()
-        show_cluster(found)
-        if any(node.faults for node in found.nodes):
+            nodes, holders = overview()
+        show_cluster(nodes, holders)
+        if any(node.faults for node in nodes):
             raise typer.Exit(1)
 
 

@@ -24,7 +24,7 @@ from schemas.results.publication import Lineage, PipelineResult, Reproduction
 if TYPE_CHECKING:
     import polars as pl
 
-    from grpo_tasks.cluster.connect import Overview
+    from grpo_tasks.cluster.connect import NodeView
     from grpo_tasks.operating.trace import Trace
     from grpo_tasks.planning.memory_plan import StagePlan
     from grpo_tasks.reporting.compare import Comparison
@@ -327,15 +327,15 @@ def _advice(plan: "StagePlan") -> str:
     return "a GPU with more memory, a smaller model, or model.quantization: nf4"
 
 
-def show_cluster(found: "Overview") -> None:
-    """Print the nodes of a cluster with what is free and in what they differ, and the runs that hold or wait for some."""
+def show_cluster(nodes: "Sequence[NodeView]", holders: Sequence[tuple[str, str]]) -> None:
+    """Print the nodes of a cluster with what is free and in what they differ, and name and state of all reservations."""
     rows = []
-    for node in found.nodes:
+    for node in nodes:
         same = "the same as here" if node.cpus[1] else "head without CPUs: trains nothing"
         versions = Text("; ".join(node.faults), "red") if node.faults else same
         rows.append([node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions])
     headings = ("node", "CPUs free", "GPUs free", "versions")
     out.print(table_of(headings, rows, title="Nodes of the Ray cluster", fold=True))
-    say(*(f"{name}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}" for name, state in found.holders))
-    if not found.holders:
+    say(*(f"{name}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}" for name, state in holders))
+    if not holders:
         say("no run uses it")

@@ -1,9 +1,12 @@
-"""A stage on the nodes of a Ray cluster, which need no disk in common with the driver. The only room that imports Ray.
+"""Jobs on the nodes of a Ray cluster, which need no disk in common with the driver. The only room that imports Ray.
 
-    driver (python -m grpo_tasks.cluster STAGE_DIR, child of the step)            node (one actor each)
-      parcel.py      spec, inputs, checkpoints, journal  --by content, in chunks-->  parcel.py, node.py: a private stage directory
-      supervisor.py  placement, liveness, restarts                                   node.py: `python -m grpo_tasks.grpo` per rank
-      inbox.py       the stage directory, the truth      <--as they are made------   outbox.py: journal, log, checkpoints, result
+    driver                                                                          node (actors of node.py)
+      placement.py            nodes are reserved                                      a private folder
+      parcel.py               inputs, what a stage has made  --by content-->          parcel.py
+      jobs.py                 processes are started and watched                       `python -m MODULE FOLDER`
+      mirror.py               the folder of the step         <--as it is made--       mirror.py
+      stage.py, sampling.py   what is done again when something dies
+      servers.py              rollout servers
 
-It joins a running cluster and never starts one (connect.py). The meaning of every file is that of a stage on one machine.
+It joins a running cluster and never starts one (connect.py). The meaning of every file is that on one machine.
 """

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import connected
-from grpo_tasks.cluster.supervisor import StageSupervisor
+from grpo_tasks.cluster.stage import StageSupervisor
 from grpo_tasks.processes.entry import run_child
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from grpo_tasks.cluster.versions import Versions, own_versions
+from grpo_tasks.cluster.versions import own_versions
 from schemas.errors import ClusterError, ConfigError
 
 ADDRESS = "RAY_ADDRESS"
@@ -82,39 +82,21 @@ class NodeView:
     """In what it differs from this machine, or why it cannot train; empty if it can."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """What a cluster has, and who uses it."""
-
-    nodes: tuple[NodeView, ...]
-    holders: tuple[tuple[str, str], ...]
-    """Name and state of each reservation: CREATED holds its nodes, PENDING waits for them."""
-
-
-def overview() -> Overview:
-    """Look at every node of the cluster that this process has joined."""
+def overview() -> tuple[list[NodeView], list[tuple[str, str]]]:
+    """Every node of the cluster that this process has joined, and name and state (CREATED, PENDING) of each reservation."""
     import ray
     from ray._private.state import available_resources_per_node
 
     from grpo_tasks.cluster.placement import groups
 
     free = available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    nodes = tuple(
-        NodeView(
-            node["NodeManagerAddress"],
-            (free.get(node["NodeID"], {}).get("CPU", 0.0), node["Resources"].get("CPU", 0.0)),
-            (free.get(node["NodeID"], {}).get("GPU", 0.0), node["Resources"].get("GPU", 0.0)),
-            _faults(node["NodeID"]) if node["Resources"].get("CPU", 0.0) else (),
-        )
-        for node in alive
-    )
-    return Overview(nodes, tuple(sorted((group["name"], group["state"]) for group in groups())))
-
-
-def _versions_there() -> Versions:
-    """What a node answers. Ray takes plain functions only, not one whose result is kept."""
-    return own_versions()
+    views = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            here = free.get(node["NodeID"], {})
+            cpus, gpus = ((here.get(what, 0.0), node["Resources"].get(what, 0.0)) for what in ("CPU", "GPU"))
+            views.append(NodeView(node["NodeManagerAddress"], cpus, gpus, _faults(node["NodeID"]) if cpus[1] else ()))
+    return views, sorted((group["name"], group["state"]) for group in groups())
 
 
 def _faults(node_id: str) -> tuple[str, ...]:
@@ -124,7 +106,7 @@ def _faults(node_id: str) -> tuple[str, ...]:
 
     # Without a CPU of its own it runs beside whatever the node does.
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    asked = ray.remote(_versions_there).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    asked = ray.remote(own_versions).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
     try:
         return tuple(own_versions().differences(ray.get(asked, timeout=ANSWER_S)))
     except RayError as error:

@@ -1,30 +1,31 @@
-"""The actor on a node: a private stage directory, and the ranks of the stage as its child processes.
+"""The actors on a node: a private folder that ends with them, and the processes of a job as their children.
 
-The ranks end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and a node
-that has lost the head of its cluster ends all of its actors.
+The processes end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and a
+node that has lost the head of its cluster ends all of its actors.
 """
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from ray.util import get_node_ip_address
 
-from grpo_tasks.cluster.janitor import watch_over
-from grpo_tasks.cluster.outbox import Delta, Outbox
-from grpo_tasks.cluster.parcel import MODULES, NodeFiles, Parcel, ParcelFile, ServerAddress
+from grpo_tasks.cluster.mirror import Delta, Mirrored, Outbox
+from grpo_tasks.cluster.parcel import MODULES, NodeFiles
 from grpo_tasks.cluster.versions import Versions, own_versions
-from grpo_tasks.judging.limits import LOCAL_RANKS
-from grpo_tasks.processes.entry import ERROR
+from grpo_tasks.processes.entry import ERROR, LOG, SPEC
 from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.stage.stage_dir import OWN_DISK, StageDir
+from grpo_tasks.processes.ports import free_port
 from schemas.paths import resolve
+
+JANITOR = 'exec 3<&0; (cat <&3; for attempt in 1 2 3 4 5; do sleep 1; rm -rf "$0"; done) > /dev/null 2>&1 &'
+"""Removes a folder when the actor ends, whose end of the pipe the kernel closes in any case. An actor that is killed cannot do
+it, and Ray kills its children, so the shell in the background is none. What dies with the actor may write for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,87 +35,74 @@ class NodeFacts:
     name: str
     """Host name and address."""
     address: str
-    root: str
-    """The private stage directory."""
+    root: Path
+    """The private folder."""
     versions: Versions
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The state of a node, each time the driver asks."""
+class Job:
+    """What a node runs: `python -m MODULE FOLDER`, once or several times."""
 
-    codes: tuple[int | None, ...]
-    """Exit code of each rank of the node; None while it runs, negative for a signal."""
-    error: str
-    """The `UserError` that a rank left, as JSON; empty if there is none."""
-    delta: Delta
+    module: str
+    folder: str
+    """Path relative to the private folder."""
+    spec: str
+    """Its spec.json, with the paths of the node."""
+    mirrored: Mirrored
+    environments: tuple[dict[str, str], ...] = ({},)
+    """What each process has in its environment, in addition to that of the node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
-    """How the ranks of all nodes find each other."""
+class Report:
+    """The state of a job on a node, each time the driver asks."""
 
-    address: str
-    port: int
-    first: int
-    """Rank of the first process of this node."""
-    local: int
-    """Processes of this node."""
-    ranks: int
-    """Processes of all nodes."""
+    codes: tuple[int | None, ...]
+    """Exit code of each process; None while it runs, negative for a signal."""
+    error: str
+    """The `UserError` that one left, as JSON; empty if there is none."""
+    delta: Delta
 
 
-class Node:
-    """What the actors of a stage have in common: a private directory that ends with them, and files that the driver sends."""
+class Node(NodeFiles):
+    """What the actors have in common: a private folder that ends with them, and files that the driver sends."""
 
-    def __init__(self, address: str) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="grpo-stage-"))
-        self._janitor = watch_over(self._root)
-        self._address = address
-        self._store = NodeFiles(self._root)
+    def __init__(self, address: str | None = None) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="grpo-stage-")))
+        self._address = get_node_ip_address() if address is None else address
+        self._janitor = subprocess.Popen(["sh", "-c", JANITOR, self.root], stdin=subprocess.PIPE, start_new_session=True)
+        self._janitor.wait()
 
     def describe(self) -> NodeFacts:
-        """Name, address, directory and versions."""
-        return NodeFacts(f"{socket.gethostname()} ({self._address})", self._address, str(self._root), own_versions())
+        """Name, address, folder and versions."""
+        return NodeFacts(f"{socket.gethostname()} ({self._address})", self._address, self.root, own_versions())
 
-    def missing(self, files: tuple[ParcelFile, ...]) -> set[str]:
-        """Hashes of the files that the driver has to send."""
-        return self._store.missing(files)
-
-    def receive(self, file: ParcelFile, offset: int, data: bytes) -> None:
-        """Store a part of a file."""
-        self._store.receive(file, offset, data)
+    def resolve(self, path: str) -> str:
+        """The path on this node of a model that a specification names."""
+        return resolve(path)
 
 
-class StageNode(Node):
-    """One node of a stage. Ray calls one method at a time, always in the main thread, to which the ranks are tied."""
-
-    def __init__(self, address: str, environment: Mapping[str, str]) -> None:
-        super().__init__(address)
-        self._environment, self._directory = environment, StageDir(self._root)
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._outbox = Outbox(self._directory, everything=False)
+class JobNode(Node):
+    """A node that runs one job after the other. Ray calls one method at a time, always in the main thread, to which the
+    processes are tied."""
 
     def free_port(self) -> int:
-        """A port of this node that is free now, on all its addresses."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return int(found.getsockname()[1])
+        """A port that is free now, on all addresses of this node."""
+        return free_port("")
 
-    def start(self, parcel: Parcel, engine: str, gang: Gang, servers: Sequence[ServerAddress]) -> str:
-        """Lay out the stage directory and start the ranks of this node; returns the path of the base model here."""
-        self._store.unpack(parcel)
-        spec = parcel.spec_at(self._root, ranks=gang.ranks, servers=servers)
-        spec.save(self._directory.spec)
-        self._outbox = Outbox(self._directory, everything=gang.first == 0)
-        self._outbox.begin()
-        self._ranks = [self._start_rank(engine, gang, local) for local in range(gang.local)]
-        return resolve(spec.start.path)
+    def start(self, job: Job) -> None:
+        """Start the processes of a job, whose files were laid out."""
+        self._folder = self.root / job.folder
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / SPEC).write_text(job.spec, encoding="utf-8")
+        self._outbox = Outbox(self._folder, job.mirrored)
+        self._processes = [self._start_process(job.module, environment) for environment in job.environments]
 
     def report(self) -> Report:
-        """How the ranks are, and what is new. Exit codes are read first: after the last one nothing can follow."""
-        codes = tuple(rank.poll() for rank in self._ranks)
-        error = self._root / ERROR
+        """How the processes are, and what is new. Exit codes are read first: after the last one nothing can follow."""
+        codes = tuple(process.poll() for process in self._processes)
+        error = self._folder / ERROR
         text = error.read_text(encoding="utf-8") if any(codes) and error.exists() else ""
         return Report(codes, text, self._outbox.collect())
 
@@ -126,33 +114,23 @@ class StageNode(Node):
         """The driver has it."""
         self._outbox.release(name)
 
-    def announce(self, server: ServerAddress) -> None:
-        """Name a rollout server that joins to the ranks of this node."""
-        with self._directory.servers.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"url": server.url, "weights_url": server.weights_url}) + "\n")
+    def append(self, name: str, line: str) -> None:
+        """Append a line to a file of the job, whose processes read it."""
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
-    def _start_rank(self, engine: str, gang: Gang, local: int) -> "subprocess.Popen[bytes]":
-        environment = os.environ | self._environment | {PARENT: str(os.getpid())}
-        if gang.ranks > 1:
-            environment |= {
-                "MASTER_ADDR": gang.address,
-                "MASTER_PORT": str(gang.port),
-                "WORLD_SIZE": str(gang.ranks),
-                "RANK": str(gang.first + local),
-                "LOCAL_RANK": str(local),
-                LOCAL_RANKS: str(gang.local),
-                OWN_DISK: "1",
-                **interfaces(self._address),
-            }
-        with self._directory.log.open("ab") as log:
+    def _start_process(self, module: str, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+        # Processes that find each other by an address do so on the network of this one.
+        found = interfaces(self._address) if "MASTER_ADDR" in environment else {}
+        with (self._folder / LOG).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", engine, str(self._root)],
+                [sys.executable, "-P", "-m", module, str(self._folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=os.environ | {PARENT: str(os.getpid())} | environment | found,
                 # The user's modules are found in the working directory, as on the driver.
-                cwd=self._root / MODULES,
+                cwd=self.root / MODULES,
             )
 
 
@@ -160,13 +138,8 @@ def interfaces(address: str) -> dict[str, str]:
     """The environment variables by which gloo and NCCL use the interface of that address, unless they are set already."""
     # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it. NCCL chooses
     # by itself, and may take a network that joins only some of the nodes.
-    name = interface_of(address)
-    # NCCL takes a name for a prefix; after "=" only the same name counts.
-    found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}" if name else ""}
-    return {variable: chosen for variable, own in found.items() if (chosen := os.environ.get(variable) or own)}
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine with an address, empty if there is none."""
     found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if address in {each.address for each in addresses}), "")
+    name = next((name for name, addresses in found if address in {each.address for each in addresses}), "")
+    # NCCL takes a name for a prefix; after "=" only the same name counts.
+    own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}" if name else ""}
+    return {variable: chosen for variable, ours in own.items() if (chosen := os.environ.get(variable) or ours)}

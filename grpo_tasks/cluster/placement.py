@@ -1,15 +1,16 @@
 """Reserves what a stage needs: all of it or nothing, and says what it waits for.
 
 nodes alone           one Ray placement group, which holds nothing while it waits
-nodes and servers     two of them. Nothing is requested before both have room. If another run is faster, Crowded: the stage
-                      releases what it has and tries again, so no two runs wait for what the other one holds
+nodes and servers     two of them, because the servers stay while nodes are replaced. Nothing is requested before both have room.
+                      If another run is faster, both are released, so no two runs wait for what the other one holds
 """
 
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 import ray
@@ -23,7 +24,9 @@ POLL_S = 2.0
 REPEAT_S = 60.0
 """Seconds between two reports of a run that waits."""
 HOLD_S = 10.0
-"""Longest wait for servers while nodes are held. They had room when the nodes were requested."""
+"""Longest wait for nodes and for servers, which had room when they were requested."""
+PAUSE_S = (2.0, 20.0)
+"""Bounds of the pause before a run that was too late for a part of what it needs tries again."""
 JOIN_S = 900.0
 """A cluster that is too small may grow for so many seconds; then the run is refused."""
 NODE_ID = "ray.io/node-id"
@@ -32,7 +35,7 @@ _ROUNDING = 1e-6
 
 
 class Crowded(Exception):  # noqa: N818 - it names what happened
-    """A part of what a stage needs is reserved, and the rest is not to be had: all of it has to be released."""
+    """The servers of a stage are reserved, and no node is to be had: all of it has to be released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +46,18 @@ class Share:
     gpus: int
 
     @classmethod
-    def of(cls, resources: ResourcesConfig, processes: int | None = None) -> Self:
-        """The resources of so many processes; None: of all processes of one node."""
-        cluster = resources.cluster
-        count = cluster.processes_per_node if processes is None else processes
-        gpus = cluster.gpus_per_process
+    def of(cls, resources: ResourcesConfig, processes: int) -> Self:
+        """What so many processes reserve."""
+        gpus = resources.cluster.gpus_per_process
         if gpus is None:
             has_gpus = any(machine.get("GPU", 0) for machine in _machines().values())
             gpus = int(has_gpus and resources.device != "cpu")
-        return cls(cluster.cpus_per_process * count, gpus * count)
+        return cls(resources.cluster.cpus_per_process * processes, gpus * processes)
 
     @classmethod
     def of_server(cls, resources: ResourcesConfig, vllm: VllmConfig) -> Self:
-        """The resources of one rollout server."""
-        gpus = vllm.tensor_parallel_size if cls.of(resources).gpus else 0
-        return cls(resources.cluster.cpus_per_process, gpus)
+        """What a rollout server reserves."""
+        return cls(resources.cluster.cpus_per_process, vllm.tensor_parallel_size if cls.of(resources, 1).gpus else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -86,222 +86,143 @@ class Demand:
     servers: int = 0
     server: Share = Share(1.0, 0)
     """What each rollout server reserves, on any machine."""
-    each: str = "nodes"
+    each: Literal["nodes", "processes"] = "nodes"
+    """Nodes have to run at once; processes start with as many as there is room for."""
 
     @classmethod
     def of_stage(cls, resources: ResourcesConfig, rollout: RolloutConfig) -> Self:
         """The nodes of a stage, and its rollout servers unless somebody else runs them."""
         cluster, vllm = resources.cluster, rollout.vllm
         servers = vllm.replicas if rollout.engine == "vllm" and not vllm.base_urls else 0
-        server = Share.of_server(resources, vllm)
-        return cls(cluster.num_nodes, Share.of(resources), cluster.placement, servers, server)
+        share, server = Share.of(resources, cluster.processes_per_node), Share.of_server(resources, vllm)
+        return cls(cluster.num_nodes, share, cluster.placement, servers, server)
 
     @classmethod
-    def of_processes(cls, resources: ResourcesConfig, count: int) -> Self:
-        """Processes that know nothing of each other, wherever there is room."""
+    def of_processes(cls, resources: ResourcesConfig, rollout: RolloutConfig, count: int) -> Self:
+        """Processes that know nothing of each other, wherever there is room. With vLLM each starts a server."""
         strategy = "PACK" if resources.cluster.placement == "PACK" else "SPREAD"
-        return cls(count, Share.of(resources, 1), strategy, each="processes")
-
-    @property
-    def is_gang(self) -> bool:
-        """Whether all of them have to run at once, as those of a stage do."""
-        return self.each == "nodes"
+        share = Share.of_server(resources, rollout.vllm) if rollout.engine == "vllm" else Share.of(resources, 1)
+        return cls(count, share, strategy, each="processes")
 
     def arranged(self, machines: Mapping[str, Mapping[str, float]]) -> tuple[str, ...] | None:
-        """The machine of each node, such that the servers have room too; None if not all of it fits.
-
-        Args:
-            machines: what each has, by its id.
-        """
-        # best[n]: of the ways to place n nodes on the machines seen so far, the one that leaves room for the most servers.
-        best: list[_Placed | None] = [_Placed(0, ()), *[None] * self.count]
+        """The machine of each node, such that the servers have room too; None if not all of it fits on machines with so much."""
+        # best[n]: of the ways to place n nodes on the machines seen so far, one with room for the most servers (at most as many
+        # as are wanted), and of these one on the fewest machines: (servers, -machines, the machine of each node).
+        best: dict[int, tuple[int, int, tuple[str, ...]]] = {0: (0, 0, ())}
         for name, machine in machines.items():
             most = min(self.share.times_in(machine), 1 if self.strategy == "STRICT_SPREAD" else self.count)
-            room = [self._servers_next_to(machine, nodes) for nodes in range(most + 1)]
-            # Downwards, so that best[total - here] does not count this machine yet.
-            for total in range(self.count, -1, -1):
-                ways = [
-                    _Placed(min(self.servers, before.servers + room[here]), (*before.machines, *[name] * here))
-                    for here in range(min(most, total) + 1)
-                    if (before := best[total - here]) is not None
-                ]
-                best[total] = max(ways, key=_Placed.merit, default=None)
-        found = best[self.count]
-        return None if found is None or found.servers < self.servers else found.machines
-
-    def _servers_next_to(self, machine: Mapping[str, float], nodes: int) -> int:
-        """How many servers a machine holds in addition to so many nodes."""
-        left = {name: amount - nodes * self.share.bundle.get(name, 0.0) for name, amount in machine.items()}
-        return min(self.servers, self.server.times_in(left))
+            ways = defaultdict(list)
+            for placed, (servers, used, chosen) in best.items():
+                for here in range(min(most, self.count - placed) + 1):
+                    left = {what: amount - here * self.share.bundle.get(what, 0.0) for what, amount in machine.items()}
+                    room = min(self.servers, servers + self.server.times_in(left))
+                    ways[placed + here].append((room, used - bool(here), (*chosen, *[name] * here)))
+            best = {placed: max(found) for placed, found in ways.items()}
+        found = best.get(self.count)
+        return None if found is None or found[0] < self.servers else found[2]
 
     def __str__(self) -> str:
         servers = f" and {self.servers} rollout servers with {self.server} each" if self.servers else ""
         return f"{self.count} {self.each} with {self.share} each{servers}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A way to place some nodes."""
+class Reservation:
+    """What a stage or an evaluation has reserved. `grpo cluster` shows its name, and `report` hears what it waits for."""
 
-    servers: int
-    """Servers that have room next to them."""
-    machines: tuple[str, ...]
-    """One for each node."""
+    def __init__(self, name: str, demand: Demand, report: Callable[[str], None], wait_s: float) -> None:
+        self.name, self.demand = name, demand
+        self.nodes: PlacementGroup | None = None
+        self.servers: PlacementGroup | None = None
+        self._report, self._wait_s = report, wait_s
 
-    def merit(self) -> tuple[int, int]:
-        """What makes it better than another one: more servers, then fewer machines."""
-        return self.servers, -len(set(self.machines))
+    def reserve(self, *, fewer: bool = False) -> PlacementGroup:
+        """Wait for the nodes or processes, and for the servers unless they are reserved already; the group of the former.
 
+        Args:
+            fewer: something has died, so after `wait_s` seconds fewer will do, down to one, even if the cluster is only busy.
+                Processes of an evaluation may always be fewer when the cluster as a whole cannot hold them for so long.
 
-@contextmanager
-def reserved(
-    name: str, demand: Demand, *, report: Callable[[str], None], wait_s: float, fewer: bool, holds_servers: bool = False
-) -> Iterator[tuple[PlacementGroup, int]]:
-    """Reserve nodes or processes while the block runs; the group and their number in it.
+        Raises:
+            Crowded: the servers are reserved, and not even one node was to be had within `wait_s`.
+            ClusterError: the cluster as a whole has been too small for JOIN_S or `wait_s`, whichever is longer.
+        """
+        self._release_nodes()
+        demand, began = self.demand, time.monotonic()
+        fitted, reported = began, -REPEAT_S
+        while not (reserved := self._reserve(demand)):
+            now = time.monotonic()
+            fits = demand.arranged(_machines()) is not None
+            fitted = now if fits else fitted
+            missing = demand if self.servers is None else replace(demand, servers=0)
+            if (fewer or demand.each == "processes") and now - (began if fewer else fitted) >= self._wait_s:
+                if demand.count > 1:
+                    self._release_nodes()
+                    demand = replace(demand, count=demand.count - 1)
+                    self._report(f"no {missing} within {self._wait_s:g} s: continues with {demand.count}")
+                    continue
+                if self.servers is not None:
+                    raise Crowded(f"no {missing} within {self._wait_s:g} s")
+            if now - fitted >= max(JOIN_S, self._wait_s):
+                raise ClusterError(
+                    f"the cluster cannot hold {demand}: {describe_nodes()}",
+                    place="resources.cluster",
+                    fix="lower num_nodes, processes_per_node, cpus_per_process, rollout.vllm.replicas or tensor_parallel_size, "
+                    "or add nodes; `grpo cluster` shows what there is. A higher replacement_wait_s waits longer for nodes that "
+                    "join",
+                )
+            if now - reported >= REPEAT_S:
+                reported = now
+                too_much = "" if fits else ", which is more than the whole cluster has"
+                self._report(f"waits for {missing}{too_much}; {describe_nodes()}")
+        return reserved
 
-    Args:
-        name: shown by `grpo cluster`.
-        demand: what is reserved. Its servers are not, but nothing is before they have room too.
-        report: told what the run waits for.
-        wait_s: seconds after which fewer will do, down to one, if `fewer`. Processes of an evaluation may always be fewer when
-            the cluster as a whole cannot hold them for so long.
-        fewer: something has died, so fewer will do even if the cluster is only busy.
-        holds_servers: the stage has its servers already.
+    def close(self) -> None:
+        """Release everything that is reserved or requested."""
+        self._release_nodes()
+        if self.servers is not None:
+            remove_placement_group(self.servers)
+            self.servers = None
 
-    Raises:
-        Crowded: with `holds_servers`, not even one was to be had within `wait_s`.
-        ClusterError: the cluster as a whole has been too small for JOIN_S or `wait_s`, whichever is longer.
-    """
-    wait = _Wait(name, demand, report, wait_s, fewer, holds_servers)
-    try:
-        while not wait.is_over():
-            pass
-        assert wait.group is not None
-        yield wait.group, wait.demand.count
-    finally:
-        wait.release()
+    def _release_nodes(self) -> None:
+        if self.nodes is not None:
+            remove_placement_group(self.nodes)
+            self.nodes = None
 
-
-class _Wait:
-    """The wait of `reserved`; see there for the arguments."""
-
-    def __init__(
-        self, name: str, demand: Demand, report: Callable[[str], None], wait_s: float, fewer: bool, holds_servers: bool
-    ) -> None:
-        self.demand = demand
-        self.group: PlacementGroup | None = None
-        self._name, self._report, self._wait_s = name, report, wait_s
-        self._fewer, self._holds_servers = fewer, holds_servers
-        self._began = self._fitted = time.monotonic()
-        self._reported = -REPEAT_S
-
-    def is_over(self) -> bool:
-        """Look at the cluster once; True when everything is reserved."""
-        demand = self.demand
-        if demand.servers and not self._holds_servers:
-            # Each node on the machine that leaves room for the servers.
-            machines = demand.arranged(_free())
-            if machines is None:
-                time.sleep(POLL_S)
-            else:
-                self._request([{NODE_ID: machine} for machine in machines])
-                if self._is_reserved(HOLD_S):
-                    return True
-                self.release()
-        else:
-            if self.group is None:
-                self._request(None)
-            if self._is_reserved(POLL_S):
-                return True
-        self._consider(time.monotonic())
-        return False
-
-    def release(self) -> None:
-        """Release what is reserved or requested."""
-        if self.group is not None:
-            remove_placement_group(self.group)
-            self.group = None
-
-    def _request(self, places: list[dict[str, str]] | None) -> None:
-        bundles = [self.demand.share.bundle] * self.demand.count
-        self.group = _group(self._name, bundles, self.demand.strategy, places)
-
-    def _is_reserved(self, patience_s: float) -> bool:
-        assert self.group is not None
-        return bool(self.group.wait(timeout_seconds=patience_s))
-
-    def _consider(self, now: float) -> None:
-        """Whether to wait further, for what, and what to say about it."""
-        demand = self.demand
-        if fits := demand.arranged(_machines()) is not None:
-            self._fitted = now
-        missing = replace(demand, servers=0) if self._holds_servers else demand
-        may_be_fewer = self._fewer or not demand.is_gang
-        if may_be_fewer and now - (self._began if self._fewer else self._fitted) >= self._wait_s:
-            if demand.count > 1:
-                self.release()
-                self.demand = replace(demand, count=demand.count - 1)
-                self._report(f"no {missing} within {self._wait_s:g} s: continues with {self.demand.count}")
-                return
-            if self._holds_servers:
-                raise Crowded(f"no {missing} within {self._wait_s:g} s")
-        if now - self._fitted >= max(JOIN_S, self._wait_s):
-            raise _too_large(demand)
-        if now - self._reported >= REPEAT_S:
-            self._reported = now
-            too_much = "" if fits else ", which is more than the whole cluster has"
-            self._report(f"waits for {missing}{too_much}; {describe_nodes()}")
-
-
-def _too_large(demand: Demand) -> ClusterError:
-    return ClusterError(
-        f"the cluster cannot hold {demand}: {describe_nodes()}",
-        place="resources.cluster",
-        fix="lower num_nodes, processes_per_node, cpus_per_process, rollout.vllm.replicas or tensor_parallel_size, or add nodes; "
-        "`grpo cluster` shows what there is. A higher replacement_wait_s waits longer for nodes that join",
-    )
-
-
-@contextmanager
-def reserved_servers(name: str, share: Share, count: int, *, report: Callable[[str], None]) -> Iterator[PlacementGroup]:
-    """Reserve room for rollout servers while the block runs, on different nodes where there are enough.
-
-    Args:
-        name: shown by `grpo cluster`.
-        share: what each server reserves.
-        count: how many servers.
-        report: told what the run waits for.
-
-    Raises:
-        Crowded: another run was faster. The nodes of the stage are held meanwhile, so this does not wait for it.
-    """
-    group = _group(name, [share.bundle] * count, "SPREAD")
-    try:
-        if not group.wait(timeout_seconds=HOLD_S):
-            report(f"no room for {count} rollout servers with {share} each; {describe_nodes()}")
-            raise Crowded(f"no {count} rollout servers with {share} each within {HOLD_S:g} s")
-        yield group
-    finally:
-        remove_placement_group(group)
-
-
-def _group(
-    name: str, bundles: list[dict[str, float]], strategy: str, places: list[dict[str, str]] | None = None
-) -> PlacementGroup:
-    """Request a group. Ray refuses a name that another one has, and two runs may have the same config and stage."""
-    return placement_group(bundles, strategy=strategy, name=f"{name} #{uuid4().hex[:6]}", bundle_label_selector=places)
+    def _reserve(self, demand: Demand) -> PlacementGroup | None:
+        """Reserve what is missing, or wait a moment for it."""
+        # Ray refuses a name that another group has, and two runs may have the same config and stage.
+        bundles, mark = [demand.share.bundle] * demand.count, uuid4().hex[:6]
+        if not demand.servers or self.servers is not None:
+            # A group holds nothing while it waits.
+            self.nodes = self.nodes or placement_group(bundles, strategy=demand.strategy, name=f"{self.name} #{mark}")
+            return self.nodes if self.nodes.wait(timeout_seconds=POLL_S) else None
+        machines = demand.arranged(_free())
+        if machines is None:
+            time.sleep(POLL_S)
+            return None
+        # Each node on the machine that leaves room for the servers, which are on different machines where there are enough.
+        places = [{NODE_ID: machine} for machine in machines]
+        self.nodes = placement_group(bundles, strategy=demand.strategy, name=f"{self.name} #{mark}", bundle_label_selector=places)
+        servers = [demand.server.bundle] * demand.servers
+        self.servers = placement_group(servers, strategy="SPREAD", name=f"{self.name} servers #{mark}")
+        if self.nodes.wait(timeout_seconds=HOLD_S) and self.servers.wait(timeout_seconds=HOLD_S):
+            return self.nodes
+        # Another run was faster. Not all that are after the same nodes come back at once.
+        self.close()
+        time.sleep(random.uniform(*PAUSE_S))
+        return None
 
 
 def describe_nodes() -> str:
     """What is free on each node, and who holds the rest."""
-    free = ray._private.state.available_resources_per_node()
-    nodes = [
-        f"{node['NodeManagerAddress']} has {_amount(free, node, 'CPU')} CPU, {_amount(free, node, 'GPU')} GPU free"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    free, parts = _free(), []
+    for node in ray.nodes():
+        if node["Alive"]:
+            here = free.get(node["NodeID"], {})
+            cpus, gpus = (f"{here.get(what, 0):g} of {node['Resources'].get(what, 0):g} {what}" for what in ("CPU", "GPU"))
+            parts.append(f"{node['NodeManagerAddress']} has {cpus}, {gpus} free")
     holders = sorted({group["name"] for group in groups() if group["state"] == "CREATED"})
-    return "; ".join(nodes) + (f"; held by {', '.join(holders)}" if holders else "")
+    return "; ".join(parts) + (f"; held by {', '.join(holders)}" if holders else "")
 
 
 def groups() -> list[dict[str, Any]]:
@@ -317,7 +238,3 @@ def _machines() -> dict[str, dict[str, float]]:
 def _free() -> dict[str, dict[str, float]]:
     """What is free on each node, by its id."""
     return dict(ray._private.state.available_resources_per_node())
-
-
-def _amount(free: dict[str, Any], node: dict[str, Any], what: str) -> str:
-    return f"{free.get(node['NodeID'], {}).get(what, 0):g} of {node['Resources'].get(what, 0):g}"

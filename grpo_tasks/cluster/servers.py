@@ -1,264 +1,258 @@
 """The rollout servers of a stage, each an actor on a node of the cluster. They stay while ranks die and start again.
 
-reserve room for each -> send the base model -> start all -> tend: replace those that are lost, and announce these
+send the base model -> start all -> tend: replace those that are lost, and announce these
 
-A server that is lost is started again at once. The next attempts wait longer and longer, and after `rollout.vllm.max_restarts`
-failures in a row it is left out.
+A server that is lost is started again at once, on its node or on another one. The next attempts wait longer and longer, and after
+`rollout.vllm.max_restarts` failures in a row it is left out.
 """
 
+import math
+import os
 import secrets
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from queue import SimpleQueue
+from threading import Event, Thread
 from traceback import format_exception_only
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_tasks.cluster.messages import Member, NodeLost, ask, send
-from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
-from grpo_tasks.cluster.placement import Share, reserved_servers
-from grpo_tasks.cluster.server_node import ServerNode
-from grpo_tasks.cluster.versions import require_equal
-from grpo_tasks.rollout.vllm_server import ServerModel, authorization, swaps_merged_weights
-from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.errors import ClusterError, UserError
-from schemas.paths import resolve
+from grpo_tasks.cluster.jobs import NodeLost, answer, join, start_actor
+from grpo_tasks.cluster.node import Node
+from grpo_tasks.cluster.parcel import model_at, model_files
+from grpo_tasks.cluster.placement import Share
+from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.ports import free_port
+from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, authorization, swaps_merged_weights, tail
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.rollout import VllmConfig
+from schemas.errors import ClusterError, RolloutError, UserError
 
+KEY = "VLLM_API_KEY"
 START_S = 1_800.0
 """Longest wait for a server; a large model travels to its node first."""
 TEND_S = 2.0
-"""Seconds between two looks at the servers."""
+"""Seconds between two questions to a server."""
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 """Time before the second attempt to start a server again; it doubles with every further one, up to the longest."""
 SETTLED_S = 600.0
 """A server that is lost after it ran for so long (s) had no failure before."""
 
 
-@contextmanager
-def rollout_servers(
-    spec: StageSpec, directory: StageDir, name: str, report: Callable[[str], None]
-) -> Iterator["ClusterServers | None"]:
-    """Servers for a stage that samples with vLLM and names none of its own; None for any other stage.
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A rollout server on a node."""
 
-    Args:
-        spec: the stage.
-        directory: its directory.
-        name: shown by `grpo cluster`.
-        report: told what is waited for and what happens to a server.
+    url: str
+    weights_url: str
+    """Where it receives the weights."""
 
-    Raises:
-        UserError: a server does not come up.
+
+class ServerNode(Node):
+    """The actor of one server: vLLM in its own environment on the node, and a receiver of weights next to it.
+
+    `key` is what requests must carry. The server listens on the address of the node and nowhere else.
     """
-    vllm = spec.rollout.vllm
-    if spec.rollout.engine != "vllm" or vllm.base_urls:
-        yield None
-        return
-    share = Share.of_server(spec.resources, vllm)
-    with reserved_servers(f"{name} servers", share, vllm.replicas, report=report) as group:
-        servers = ClusterServers(spec, pack(spec, directory), group, share, report)
-        try:
-            servers.start()
-            yield servers
-        finally:
-            servers.end()
+
+    def __init__(self, key: str, address: str | None = None) -> None:
+        super().__init__(address)
+        os.environ[KEY] = key
+
+    def start(self, config: VllmConfig, served: ServerModel) -> ServerAddress:
+        """Start the server and the receiver.
+
+        Raises:
+            RolloutError: there is no vLLM environment here, or the server or the receiver does not come up.
+        """
+        if not Path(config.python).exists():
+            raise RolloutError(
+                f"there is no {config.python} on {self._address}",
+                place="rollout.vllm.python",
+                fix="run `make vllm` on every node that has a server, and name the same path on all of them",
+            )
+        port, self._log = free_port(self._address), self.root / "weights.log"
+        # By name: that room is a layer above this one.
+        command = ["grpo_tasks.web.weights_server", str(self.root / "weights"), self._address, str(port)]
+        with self._log.open("ab") as output:
+            self._receiver = subprocess.Popen(
+                [sys.executable, "-P", "-m", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {PARENT: str(os.getpid())},
+            )
+        self._server = OwnServer(config, served, self.root / "vllm.log", host=self._address)
+        self._server.start()
+        self.check()
+        return ServerAddress(self._server.address, f"http://{self._address}:{port}")
+
+    def check(self) -> None:
+        """Nothing while both run.
+
+        Raises:
+            RolloutError: the server or the receiver has ended; the driver starts another one.
+        """
+        code = self._receiver.poll()
+        if code is not None:
+            what = f"the receiver of weights on {self._address} ended with exit code {code}"
+            raise RolloutError(f"{what}; the end of its log:\n{tail(self._log)}", place=self._address)
+        if not self._server.runs:
+            what = f"the server at {self._server.address} ended"
+            raise RolloutError(f"{what}; the end of its log:\n{tail(self.root / 'vllm.log')}", place=self._server.address)
 
 
-@dataclass(slots=True)
-class ClusterServer:
-    """One replica."""
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened to a server."""
 
     number: int
-    actor: Any = None
+    message: str
+    """Empty if there is nothing to report."""
     address: ServerAddress | None = None
-    """None until it has started."""
-    starting: Thread | None = None
-    """The thread that starts it, until `tend` has seen how it ended."""
+    """Where it runs from now on; None: it is lost, or did not start."""
     fault: Exception | None = None
-    """Why it is not there."""
-    asked: Any = None
-    """The answer to the last look at it, when it is there."""
-    joined: float | None = None
-    """When (s) it started."""
-    failures: int = 0
-    """How often in a row it failed."""
-    retry_at: float | None = None
-    """When (s) it is started again; None: it runs, starts or is left out."""
-    reported: str = ""
-    """The reason that was reported last."""
-
-    @property
-    def runs(self) -> bool:
-        """True if it has started, and `tend` has seen that."""
-        return self.address is not None and self.starting is None
-
-    @property
-    def left_out(self) -> bool:
-        """True if it failed too often."""
-        return self.address is None and self.starting is None and self.retry_at is None
+    """Why."""
+    left_out: bool = False
+    """It failed too often."""
 
 
 class ClusterServers:
-    """The replicas of a stage; see `rollout_servers`."""
+    """The replicas of a stage. Each is kept in a thread of its own: a node may have to be waited for, and vLLM takes a minute.
 
-    def __init__(
-        self, spec: StageSpec, parcel: Parcel, group: PlacementGroup, share: Share, report: Callable[[str], None]
-    ) -> None:
-        config = spec.rollout.vllm
+    `group` has a bundle for each server, with its `share`; `report` hears what happens to one.
+    """
+
+    def __init__(self, spec: StageSpec, group: PlacementGroup, share: Share, report: Callable[[str], None]) -> None:
+        self._spec, self._group, self._share, self._report = spec, group, share, report
+        self._base = spec.start.model_copy(update={"adapter": None})
+        self._files = model_files(self._base)
         key = authorization().get("Authorization", "").removeprefix("Bearer ") or secrets.token_urlsafe(24)
-        self.environment = {"VLLM_API_KEY": key}
+        self.environment = {KEY: key}
         """What the ranks need to reach the servers."""
-        self._parcel, self._group, self._share, self._report = parcel, group, share, report
-        # Every node has its own working directory.
-        python = str(Path(config.python).absolute())
-        self._config = config.model_copy(update={"replicas": 1, "devices": [], "python": python})
-        # To the ranks they are servers of somebody else, which decides how the policy travels.
-        foreign, cuda = config.model_copy(update={"base_urls": ["http://cluster"]}), share.gpus > 0
-        merged = swaps_merged_weights(foreign, spec.model, cuda=cuda)
-        rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        self._served = ServerModel(
-            Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda, num_adapters=spec.resources.ranks
-        )
-        self._next_look = 0.0
-        self._servers = [ClusterServer(number) for number in range(config.replicas)]
+        self._count, self._max_restarts = spec.rollout.vllm.replicas, spec.rollout.vllm.max_restarts
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._addresses: dict[int, ServerAddress] = {}
+        self._last: dict[int, News] = {}
+        self._actors: dict[int, Any] = {}
+        self._ended = Event()
 
-    @property
-    def addresses(self) -> list[ServerAddress]:
-        """Those of all servers that have started."""
-        # One whose start `tend` has not seen yet is announced later, to ranks that would otherwise have it twice.
-        return [server.address for server in self._servers if server.address is not None and server.runs]
-
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Start all servers at once and wait for them; one whose node is lost meanwhile joins later.
 
         Raises:
             UserError: one does not come up, or all of their nodes are lost.
         """
-        for server in self._servers:
-            self._begin(server)
-        for server in self._servers:
-            assert server.starting is not None
-            server.starting.join()
-            if server.fault is None:
-                server.starting, server.joined = None, time.monotonic()
-            elif not isinstance(server.fault, NodeLost):
-                raise server.fault
-        if not self.addresses:
-            raise ClusterError(
-                f"no rollout server has started: {self._servers[0].fault}",
-                place="rollout.vllm.replicas",
-                fix="see `grpo cluster`, then start the same command again",
-            )
+        try:
+            for number in range(self._count):
+                Thread(target=self.keep, args=(number,), name=f"server-{number}", daemon=True).start()
+            while len(self._last) < self._count:
+                news = self._news.get()
+                if news.fault is not None and not isinstance(news.fault, NodeLost):
+                    raise news.fault
+                self._take(news)
+            if not self._addresses:
+                raise ClusterError(
+                    f"no rollout server has started: {self._last[0].fault}",
+                    place="rollout.vllm.replicas",
+                    fix="see `grpo cluster`, then start the same command again",
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the actors, with their servers and their private folders. One that starts at this moment ends with its group."""
+        self._ended.set()
+        for number in range(self._count):
+            self._kill(number)
 
     def wait_for_one(self) -> list[ServerAddress]:
-        """The addresses of all servers that have started, and of the first one that does if there is none.
-
-        Raises:
-            ClusterError: none is left.
-        """
-        while not self.addresses:
-            self.tend(lambda _: None)
+        """The addresses of all servers that run, and of the first one that does if there is none; raises as `tend`."""
+        while not self._addresses:
+            self.tend()
             time.sleep(TEND_S)
-        return self.addresses
+        return [*self._addresses.values()]
 
-    def tend(self, announce: Callable[[ServerAddress], None]) -> None:
-        """Look at every server, without waiting for one; `announce` hears of one that replaces another.
+    def tend(self) -> list[ServerAddress]:
+        """Report what happened meanwhile, and return the addresses that are new to ranks that run.
 
         Raises:
-            ClusterError: none is left.
+            ClusterError: no server is left.
         """
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + TEND_S
-        for server in self._servers:
-            if server.runs:
-                self._look_at(server)
-            elif server.starting is not None and not server.starting.is_alive():
-                self._has_started(server, announce)
-            elif server.retry_at is not None and now >= server.retry_at:
-                self._begin(server)
-        if all(server.left_out for server in self._servers):
+        new = []
+        while not self._news.empty():
+            news = self._news.get()
+            self._take(news)
+            new += [news.address] if news.address is not None else []
+        if all(news.left_out for news in self._last.values()):
             raise ClusterError(
-                f"no rollout server is left: {self._servers[0].fault}",
+                f"no rollout server is left: {self._last[0].fault}",
                 place="rollout.vllm.max_restarts",
                 fix="see `grpo cluster` and the events of the stage; the same command resumes it",
             )
+        return new
 
-    def end(self) -> None:
-        """End the actors, with their servers and their private directories."""
-        for server in self._servers:
-            if server.actor is not None:
-                ray.kill(server.actor)
+    def _take(self, news: News) -> None:
+        self._last[news.number] = news
+        self._addresses.pop(news.number, None)
+        if news.address is not None:
+            self._addresses[news.number] = news.address
+        if news.message:
+            self._report(f"rollout server {news.number} {news.message}")
 
-    def _begin(self, server: ClusterServer) -> None:
-        """Start it in a thread: a node may have to be waited for, and vLLM takes a minute."""
-        server.address = server.asked = server.fault = server.joined = server.retry_at = None
-        server.starting = Thread(target=self._start, args=(server,), name=f"server-{server.number}", daemon=True)
-        server.starting.start()
-
-    def _start(self, server: ClusterServer) -> None:
-        name = f"rollout server {server.number}"
-        try:
-            files = self._parcel.base
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=server.number)
-            options = {"num_cpus": self._share.cpus, "num_gpus": self._share.gpus, "scheduling_strategy": strategy}
-            server.actor = ray.remote(ServerNode).options(max_restarts=0, **options).remote(self.environment["VLLM_API_KEY"])
-            facts = ask(server.actor.describe.remote(), name, START_S)
-            require_equal([(facts.name, facts.versions)])
-            send(files, [Member(server.actor, facts)])
-            started = server.actor.start.remote(files, self._parcel.spec.start.path, self._config, self._served)
-            server.address = ask(started, f"{name} on {facts.name}", START_S)
-        except Exception as fault:  # in a thread: whoever waits for it raises or reports it
-            server.fault = fault
-
-    def _has_started(self, server: ClusterServer, announce: Callable[[ServerAddress], None]) -> None:
-        server.starting = None
-        if server.fault is not None:
-            self._failed(server, server.fault)
-            return
-        assert server.address is not None
-        server.joined, server.reported = time.monotonic(), ""
-        self._report(f"rollout server {server.number} joins at {server.address.url}")
-        announce(server.address)
-
-    def _look_at(self, server: ClusterServer) -> None:
-        if server.asked is None:
-            server.asked = server.actor.tend.remote()
-        elif ray.wait([server.asked], timeout=0)[0]:
-            answer, server.asked = server.asked, None
+    def keep(self, number: int) -> None:
+        """Start a server, and again whenever it is lost, until it is left out or all of them are ended."""
+        failures, reported, pause_s = 0, "", 0.0
+        while failures <= self._max_restarts and not self._ended.wait(pause_s):
+            joined = math.inf
             try:
-                happened = ask(answer, f"rollout server {server.number}")
+                address = self._start(number)
+                joined, message = time.monotonic(), f"joins at {address.url}"
+                # The ranks that start after it know it.
+                self._news.put(News(number, message if failures else "", address))
+                reported = ""
+                while not self._ended.wait(TEND_S):
+                    answer(self._actors[number].check.remote(), f"rollout server {number}")
             except Exception as fault:  # whatever it is: the other servers sample, and this one is replaced
-                self._failed(server, fault)
-            else:
-                if happened:
-                    self._report(str(happened))
+                failures = 1 if time.monotonic() - joined > SETTLED_S else failures + 1
+                pause_s = 0.0 if failures == 1 else min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (failures - 2))
+                left_out, plan = failures > self._max_restarts, "is started again"
+                if left_out:
+                    plan = f"is left out after {failures} failures in a row (rollout.vllm.max_restarts)"
+                ours = isinstance(fault, UserError | NodeLost)
+                detail = str(fault) if ours else "".join(format_exception_only(fault)).strip().splitlines()[-1]
+                # The rest may be the end of a log, which is never the same.
+                before, reported = reported, detail.partition("\n")[0]
+                message = f"{plan}: {detail}" if left_out or reported != before else ""
+                self._news.put(News(number, message, fault=fault, left_out=left_out))
+            finally:
+                self._kill(number)
 
-    def _failed(self, server: ClusterServer, fault: Exception) -> None:
-        """It is lost or did not start: end what is left of it, and plan the next attempt if there is one."""
-        if server.actor is not None:
-            ray.kill(server.actor)
-        now = time.monotonic()
-        settled = server.joined is not None and now - server.joined > SETTLED_S
-        server.failures = 1 if settled else server.failures + 1
-        server.actor = server.address = server.asked = None
-        server.fault = fault
-        if server.failures > self._config.max_restarts:
-            plan = f"is left out after {server.failures} failures in a row (rollout.vllm.max_restarts)"
-        else:
-            pause_s = 0.0 if server.failures == 1 else min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (server.failures - 2))
-            server.retry_at = now + pause_s
-            plan = "is started again"
-        ours = isinstance(fault, UserError | NodeLost)
-        detail = str(fault) if ours else "".join(format_exception_only(fault)).strip().splitlines()[-1]
-        # The rest may be the end of a log, which is never the same.
-        reason = detail.partition("\n")[0]
-        if reason != server.reported or server.left_out:
-            self._report(f"rollout server {server.number} {plan}: {detail}")
-        server.reported = reason
+    def _start(self, number: int) -> ServerAddress:
+        name, spec = f"rollout server {number}", self._spec
+        self._actors[number] = actor = start_actor(ServerNode, self._group, number, self._share, self.environment[KEY])
+        [member] = join([actor], [name], self._files, START_S)
+        _, base = model_at(member.facts.root, spec.model, self._base, self._files)
+        # To the ranks they are servers of somebody else, which decides how the policy travels.
+        foreign, cuda = spec.rollout.vllm.model_copy(update={"base_urls": ["http://cluster"]}), self._share.gpus > 0
+        merged = swaps_merged_weights(foreign, spec.model, cuda=cuda)
+        rank = None if merged or spec.model.lora is None else spec.model.lora.r
+        model = Path(member.ask("resolve", base.path))
+        served = ServerModel(model, spec.model.dtype, rank, cuda, num_adapters=spec.resources.ranks)
+        # Every node has its own working directory.
+        python = str(Path(spec.rollout.vllm.python).absolute())
+        config = spec.rollout.vllm.model_copy(update={"replicas": 1, "devices": [], "python": python})
+        address: ServerAddress = answer(actor.start.remote(config, served), f"{name} on {member.facts.name}", START_S)
+        return address
+
+    def _kill(self, number: int) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            ray.kill(actor)

@@ -27,25 +27,24 @@ class Versions:
 
     def differences(self, other: "Versions") -> list[str]:
         """What another machine has instead, in words; nothing where both agree."""
-        found = []
-        if self.python != other.python:
-            found.append(f"Python {other.python} instead of {self.python}")
-        for name, ours in self.libraries.items():
-            theirs = other.libraries.get(name, "")
-            if ours != theirs:
-                found.append(f"{name} {theirs or 'missing'} instead of {ours or 'none'}")
-        if self.code != other.code:
-            found.append(f"our code {other.code[:12]} instead of {self.code[:12]}")
-        return found
+        pairs = [("Python", self.python, other.python)]
+        pairs += [(name, ours, other.libraries.get(name, "")) for name, ours in self.libraries.items()]
+        pairs += [("our code", self.code[:12], other.code[:12])]
+        return [f"{name} {theirs or 'missing'} instead of {ours or 'none'}" for name, ours, theirs in pairs if ours != theirs]
 
 
-@cache
 def own_versions() -> Versions:
     """Those of this machine."""
-    libraries = {name: _installed(name) for name in LIBRARIES}
+    libraries = {}
+    for name in LIBRARIES:
+        try:
+            libraries[name] = version(name)
+        except PackageNotFoundError:
+            libraries[name] = ""
     return Versions(platform.python_version(), libraries, code_sha256(_TOP))
 
 
+@cache
 def code_sha256(top: Path) -> str:
     """SHA-256 (hex) over the Python files of `grpo_tasks` and `schemas` below a folder."""
     files = [path for package in ("grpo_tasks", "schemas") for path in (top / package).rglob("*.py")]
@@ -70,10 +69,3 @@ def require_equal(versions: Iterable[tuple[str, Versions]]) -> None:
             place="resources.cluster",
             fix="install the same versions on these nodes and restart Ray there; `grpo cluster` compares all nodes",
         )
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

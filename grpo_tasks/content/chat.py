@@ -47,14 +47,12 @@ def rendered_all(
 ) -> list[str | RefusedError]:
     """As `rendered`, for many chats. Inside `limited_templates`, a process with limits renders them."""
     limited = limited_model()
+    if limited is None:
+        return [_rendered_here(tokenizer, chat, opened=opened) for chat in chats]
+    template, special = tokenizer.get_chat_template(), tokenizer.special_tokens_map
     found: list[str | RefusedError] = []
     for start in range(0, len(chats), BATCH):
-        batch = chats[start : start + BATCH]
-        if limited is None:
-            found += [_rendered_here(tokenizer, chat, opened=opened) for chat in batch]
-            continue
-        template, special = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-        texts, refused = limited.render(template, special, batch, opened=opened)
+        texts, refused = limited.render(template, special, chats[start : start + BATCH], opened=opened)
         found += [_refusal(refused[index]) if index in refused else text for index, text in enumerate(texts)]
     return found
 
@@ -138,8 +136,13 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
     brings its own. Nothing is written behind it: a model that has read EOS begins another text.
     """
     before, _ = surroundings(tokenizer)
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return [_missing(before, ids) + ids for ids in encoded]
+    found = []
+    for ids in tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+        # A text brings all of it, none, or the end of it.
+        brought = next((count for count in range(len(before), 0, -1) if ids[:count] == before[-count:]), 0)
+        missing = [] if ids[:1] == before[:1] else before[: len(before) - brought]
+        found.append(missing + ids)
+    return found
 
 
 def surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
@@ -148,11 +151,3 @@ def surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[
     ids = tokenizer("a")["input_ids"]
     start = next(at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)
     return ids[:start], ids[start + len(bare) :]
-
-
-def _missing(before: list[int], ids: list[int]) -> list[int]:
-    """What of `before` the text does not bring: all, none, or all but the end of it."""
-    if ids[:1] == before[:1]:
-        return []
-    brought = next((count for count in range(len(before), 0, -1) if ids[:count] == before[-count:]), 0)
-    return before[: len(before) - brought]

@@ -39,14 +39,14 @@ class Copies:
 
     def changed(self) -> list[Path]:
         """The files that are no longer as they were copied."""
-        return [origin for name, origin in self.origins.items() if not _is_same(origin, self.files[name])]
-
-
-def _is_same(origin: Path, copy: Path) -> bool:
-    try:
-        return origin.read_bytes() == copy.read_bytes()
-    except OSError:
-        return False
+        found = []
+        for name, origin in self.origins.items():
+            try:
+                same = origin.read_bytes() == self.files[name].read_bytes()
+            except OSError:
+                same = False
+            found += [] if same else [origin]
+        return found
 
 
 def keep_modules(modules: Mapping[str, Path], parent: Path, *, searched: Iterable[Path]) -> Path:
@@ -62,13 +62,13 @@ def keep_modules(modules: Mapping[str, Path], parent: Path, *, searched: Iterabl
     folders = [str(folder.resolve()) for folder in searched]
     with tempfile.TemporaryDirectory(dir=parent, prefix=".part-") as unfinished:
         whole = Path(unfinished) / "copies"
-        files = {name: _place(name, path) for name, path in modules.items()}
+        whole.mkdir()
+        files = {name: place_of(name, path) for name, path in modules.items()}
         for name, path in modules.items():
             (whole / files[name]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, whole / files[name])
         origins = {name: str(path.resolve()) for name, path in modules.items()}
         index = json.dumps({"files": files, "origins": origins, "searched": folders}, indent=2)
-        whole.mkdir(exist_ok=True)
         (whole / INDEX).write_text(index, encoding="utf-8")
         # The hash is that of the copies: a file may change while it is copied, and then the copy is what counts.
         named = [(name, file_sha256(whole / file)) for name, file in {**files, INDEX: INDEX}.items()]
@@ -83,7 +83,7 @@ def keep_modules(modules: Mapping[str, Path], parent: Path, *, searched: Iterabl
     return kept
 
 
-def _place(name: str, path: Path) -> str:
+def place_of(name: str, path: Path) -> str:
     """Where the copy of a module lies in its folder: a/b.py or a/b/__init__.py."""
     parts = name.replace(".", "/")
     return f"{parts}/{path.name}" if path.stem == "__init__" else f"{parts}{''.join(path.suffixes)}"

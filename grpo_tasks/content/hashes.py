@@ -10,7 +10,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 REMEMBERED_BYTES = 1 << 20
@@ -30,13 +30,17 @@ def file_sha256(path: Path, *, remembered: bool = False) -> str:
     stamp = _stamp(path) if remembered else None
     if stamp is None:
         return _read(path)
-    known = _recall(path, stamp)
-    if known is not None:
-        return known
+    with suppress(OSError, RuntimeError, sqlite3.Error), closing(_database()) as connection:
+        query = "SELECT sha256 FROM hashes WHERE path = ? AND stamp = ?"
+        if found := connection.execute(query, (str(path), stamp)).fetchone():
+            return str(found[0])
     sha256 = _read(path)
     # If the stamp changed while the file was read, the hash may belong to neither stamp.
-    if _stamp(path) == stamp and _settled(path):
-        _remember(path, stamp, sha256)
+    status = path.stat()
+    if _stamp(path) == stamp and time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
+        # Without the cache the file is read again the next time; nothing else is lost.
+        with suppress(OSError, RuntimeError, sqlite3.Error), closing(_database()) as connection:
+            connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), stamp, sha256))
     return sha256
 
 
@@ -74,11 +78,6 @@ def _stamp(path: Path) -> str | None:
     return f"{status.st_size}/{status.st_mtime_ns}/{status.st_ctime_ns}/{status.st_dev}/{status.st_ino}"
 
 
-def _settled(path: Path) -> bool:
-    status = path.stat()
-    return time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS
-
-
 def _database() -> sqlite3.Connection:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-pipeline"
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,22 +85,3 @@ def _database() -> sqlite3.Connection:
     connection = sqlite3.connect(folder / "hashes.db", timeout=5.0, isolation_level=None)
     connection.execute(_TABLE)
     return connection
-
-
-def _recall(path: Path, stamp: str) -> str | None:
-    try:
-        with closing(_database()) as connection:
-            query = "SELECT sha256 FROM hashes WHERE path = ? AND stamp = ?"
-            found = connection.execute(query, (str(path), stamp)).fetchone()
-    except (OSError, RuntimeError, sqlite3.Error):
-        return None
-    return found[0] if found else None
-
-
-def _remember(path: Path, stamp: str, sha256: str) -> None:
-    try:
-        with closing(_database()) as connection:
-            connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), stamp, sha256))
-    except (OSError, RuntimeError, sqlite3.Error):
-        # Without a cache the file is read again the next time; nothing else is lost.
-        return

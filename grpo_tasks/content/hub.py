@@ -14,8 +14,7 @@ from grpo_tasks.content.hashes import file_sha256, files_below
 from schemas.errors import DamagedError, ModelError
 
 REPLY_TIMEOUT_S = 10.0
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256_CHARS = 64
+_SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
 @cache
@@ -25,10 +24,26 @@ def hub_commit(repository: str, revision: str | None) -> str:
     Raises:
         DamagedError: a cached file of the model differs from what was downloaded.
     """
-    folder = _cache_folder(repository)
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     commit = _commit(repository, revision or "main", folder)
-    if commit:
-        _check_files(folder / "snapshots" / commit)
+    for path in files_below(folder / "snapshots" / commit) if commit else ():
+        name = path.resolve().name
+        if _SHA256.fullmatch(name):
+            found = file_sha256(path, remembered=True)
+        elif _SHA1.fullmatch(name):
+            content = path.read_bytes()
+            found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        else:
+            continue
+        if found != name:
+            raise DamagedError(
+                f"{path.name} in the hub cache is damaged (its hash differs)",
+                place=str(path),
+                fix=f"delete {path.resolve()} and run the same command again: the file is downloaded again",
+            )
     return commit
 
 
@@ -52,7 +67,7 @@ def hub_snapshot(repository: str) -> Path:
 
 
 def _commit(repository: str, revision: str, folder: Path) -> str:
-    if _COMMIT.fullmatch(revision):
+    if _SHA1.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi, constants
 
@@ -63,35 +78,3 @@ def _commit(repository: str, revision: str, folder: Path) -> str:
             pass
     known = folder / "refs" / revision
     return known.read_text(encoding="utf-8").strip() if known.is_file() else ""
-
-
-def _cache_folder(repository: str) -> Path:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
-
-
-def _check_files(snapshot: Path) -> None:
-    for path in files_below(snapshot):
-        name = path.resolve().name
-        right = (
-            name == (file_sha256(path, remembered=True) if len(name) == _SHA256_CHARS else _git_sha1(path))
-            if _is_hash(name)
-            else True
-        )
-        if not right:
-            raise DamagedError(
-                f"{path.name} in the hub cache is damaged (its hash differs)",
-                place=str(path),
-                fix=f"delete {path.resolve()} and run the same command again: the file is downloaded again",
-            )
-
-
-def _is_hash(name: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) is not None
-
-
-def _git_sha1(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,22 +30,15 @@ _CHECK_BYTES, _RENDER_BYTES = 2**16, 2**28
 
 
 class _Reply(BaseModel):
+    """The reply to a check, which has the first fields, or to chats, which has the others."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     request: str
-
-
-class _Checked(_Reply):
     file: str = ""
     error: str = ""
-
-
-class _Rendered(_Reply):
-    texts: list[str]
+    texts: list[str] = Field(default_factory=list)
     refused: dict[int, str] = Field(default_factory=dict)
-
-
-Shape = TypeVar("Shape", bound=_Reply)
 
 
 class LimitedModel:
@@ -61,7 +54,7 @@ class LimitedModel:
         Raises:
             ModelError: one of them does not end, takes too much memory, or a header is damaged.
         """
-        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
+        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES)
         if made.file:
             raise ModelError(
                 f"the weights cannot be read: {made.error}", place=made.file, fix="download the file again, or name another model"
@@ -72,20 +65,20 @@ class LimitedModel:
     ) -> tuple[list[str], dict[int, str]]:
         """As `serve_model.render`; raises `ModelError` where the template does not end or takes too much memory."""
         message = {"template": template, "special": special, "chats": chats, "opened": opened}
-        made = self._ask("render", message, RENDER_S, _RENDER_BYTES, _Rendered)
+        made = self._ask("render", message, RENDER_S, _RENDER_BYTES)
         return made.texts, made.refused
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
 
-    def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int, shape: type[Shape]) -> Shape:
+    def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int) -> _Reply:
         if not self._process.running:
             self._process.start()
 
-        def read(payload: bytes, request: str) -> Shape:
+        def read(payload: bytes, request: str) -> _Reply:
             try:
-                reply = shape.model_validate_json(payload)
+                reply = _Reply.model_validate_json(payload)
             except ValidationError as error:
                 raise MalformedReplyError("wrote something else than the reply") from error
             if reply.request != request:
@@ -136,8 +129,11 @@ def check_model_files(path: str, revision: str | None) -> None:
     Raises:
         ModelError: as `LimitedModel.check`.
     """
-    if not path.startswith(EMBEDDED):
-        _check_once(path, revision, _state(path))
+    if path.startswith(EMBEDDED):
+        return
+    # Names, sizes and times of the files in a folder; none for a hub id.
+    files = [(file.name, file.stat()) for file in sorted(Path(path).glob("*")) if file.is_file()]
+    _check_once(path, revision, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files))
 
 
 @cache
@@ -149,12 +145,3 @@ def _check_once(path: str, revision: str | None, state: tuple[tuple[str, int, in
     finally:
         if current is None:
             model.close()
-
-
-def _state(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of the files in a folder; empty for a hub id."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return ()
-    found = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in found)

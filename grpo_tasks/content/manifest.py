@@ -55,8 +55,5 @@ def find_changes(folder: Path, manifest: Iterable[OutputFile]) -> list[Change]:
 
 def outputs_sha256(manifest: Iterable[OutputFile], names: tuple[str, ...]) -> str:
     """SHA-256 (hex) over the files of a manifest that are, or lie below, one of `names`."""
-    return digest_of((file.path, file.sha256) for file in manifest if any(_covers(name, file.path) for name in names))
-
-
-def _covers(name: str, path: str) -> bool:
-    return path == name or path.startswith(f"{name}/")
+    below = tuple(f"{name}/" for name in names)
+    return digest_of((file.path, file.sha256) for file in manifest if f"{file.path}/".startswith(below))

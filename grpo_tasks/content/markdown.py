@@ -26,12 +26,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Colle
         right: headings of the columns to align right (numbers).
     """
     rule = "|".join("---:" if column in right else "---" for column in columns)
-    lines = [_line(columns), f"|{rule}|", *(_line(row) for row in rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+    first, *others = (f"| {' | '.join(map(_cell, cells))} |" for cells in (columns, *rows))
+    return "\n".join([first, f"|{rule}|", *others])
 
 
 def _cell(text: str) -> str:

@@ -15,7 +15,8 @@ import site
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,11 @@ def _file_of(name: str, search: Sequence[Path]) -> Path | None:
     top, *rest = name.split(".")
     if top in _OUR_PACKAGES:
         return None
-    spec = _installed(top) or PathFinder.find_spec(top, [str(folder) for folder in search])
+    spec = None
+    with suppress(ImportError, ValueError, AttributeError):
+        # The user's folders come last on the import path.
+        spec = importlib.util.find_spec(top)
+    spec = spec or PathFinder.find_spec(top, [str(folder) for folder in search])
     for index, _ in enumerate(rest):
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -96,14 +101,6 @@ def _file_of(name: str, search: Sequence[Path]) -> Path | None:
         return None
     path = Path(spec.origin).resolve()
     return None if _is_installed(path) else path
-
-
-def _installed(top: str) -> ModuleSpec | None:
-    """What an import finds outside the user's folders, which come last on the import path."""
-    try:
-        return importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return None
 
 
 def _is_installed(path: Path) -> bool:
@@ -127,18 +124,11 @@ def _imports(name: str, path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, package)
-            if base:
+            # Importing what has no name, because it lies above the top package, raises the error.
+            with suppress(ImportError):
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".") if package else []
-    kept = parts[: len(parts) - (node.level - 1)]
-    return ".".join([*kept, node.module] if node.module else kept)
 
 
 def import_object(path: str, folders: Sequence[Path], *, place: str) -> Callable[..., Any]:
@@ -157,7 +147,9 @@ def import_object(path: str, folders: Sequence[Path], *, place: str) -> Callable
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"define it there, or use another: {_functions_of(found)}"
+            names = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
+            others = ", ".join(names) or "the module defines none"
+            hint = f"did you mean {near[0]}?" if near else f"define it there, or use another: {others}"
             raise ConfigError(f"{module_name} has no {part}", place=place, fix=hint)
         found = getattr(found, part)
     if not callable(found):
@@ -188,8 +180,3 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="fix that line") from error
-
-
-def _functions_of(module: Any) -> str:
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return ", ".join(names) or "the module defines none"

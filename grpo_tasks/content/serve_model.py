@@ -73,13 +73,6 @@ def _check(path: str, revision: str | None) -> dict[str, str]:
     return {}
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    if request["what"] == "check":
-        return _check(request["path"], request["revision"])
-    texts, refused = render(request["template"], request["special"], request["chats"], opened=request["opened"])
-    return {"texts": texts, "refused": refused}
-
-
 def main() -> None:
     """Answer requests until the parent closes the socket."""
     die_with_parent()
@@ -88,7 +81,12 @@ def main() -> None:
     with suppress(EOFError):
         while True:
             request = json.loads(read_frame(descriptor))
-            write_frame(descriptor, json.dumps({"request": request["request"], **_answer(request)}).encode())
+            if request["what"] == "check":
+                answer: dict[str, Any] = _check(request["path"], request["revision"])
+            else:
+                texts, refused = render(request["template"], request["special"], request["chats"], opened=request["opened"])
+                answer = {"texts": texts, "refused": refused}
+            write_frame(descriptor, json.dumps({"request": request["request"], **answer}).encode())
 
 
 if __name__ == "__main__":

@@ -126,10 +126,18 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
     opening = "".join(
         _today(value)
         if name == TEMPLATE_DATE
-        else f"{{%- if {_unset(name)} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
+        # apply_chat_template always passes tools, as none if the caller has not given any; an empty list means no tools.
+        else f"{{%- if {name} is not defined{' or tools is none' if name == 'tools' else ''} %}}"
+        f"{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
         for name, value in sorted(values.items())
     )
-    _change_templates(tokenizer, lambda template: _opened(template, opening))
+
+    def opened(template: str) -> str:
+        system, own = _split_system(template)
+        # A tokenizer that was saved with a merged model has the defaults already.
+        return system + (own if own.startswith(opening) else opening + _own_line(own))
+
+    _change_templates(tokenizer, opened)
 
 
 def _today(date: str) -> str:
@@ -143,12 +151,6 @@ def _today(date: str) -> str:
         f"{{%- macro {TEMPLATE_DATE}(format) %}}{{{{- format{filters} -}}}}{{% endmacro %}}"
         "{%- endif +%}"
     )
-
-
-def _unset(name: str) -> str:
-    """The condition under which a caller has passed no value."""
-    # apply_chat_template always passes tools, as none if the caller has not given any; an empty list means no tools.
-    return f"{name} is not defined or {name} is none" if name == "tools" else f"{name} is not defined"
 
 
 def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:
@@ -172,12 +174,6 @@ def prepare(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, rollout: R
     """Apply the settings of a run to the tokenizer of its base model, in place."""
     add_tokens(tokenizer, added_tokens(model))
     set_template_defaults(tokenizer, rollout.chat_template_kwargs)
-
-
-def _opened(template: str, opening: str) -> str:
-    system, own = _split_system(template)
-    # A tokenizer that was saved with a merged model has the defaults already.
-    return system + (own if own.startswith(opening) else opening + _own_line(own))
 
 
 def _split_system(template: str) -> tuple[str, str]:

@@ -26,7 +26,6 @@ import polars as pl
 import torch
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.demo.arithmetic import NUM_EVAL
 from grpo_tasks.evaluation.pass_rates import measured_rates
 from grpo_tasks.evaluation.report import score_samples
 from grpo_tasks.grpo.trainer import Trainer
@@ -46,6 +45,7 @@ from schemas.config.stage import StageConfig
 from schemas.paths import resolve
 from schemas.results.data import DataReport
 from schemas.results.model import ModelRef
+from tests.demo.arithmetic import NUM_EVAL
 
 FOLDER = Path(".bench/noisy256")
 GOAL = 0.88

@@ -9,7 +9,7 @@ OWN = "GRPO_TEST_NODES_OF"
 MARK = {OWN: str(os.getpid())}
 """For `nodes.add`: the node and all that it starts belong to this test process."""
 
-ACTORS = ("StageNode", "SampleNode", "ServerNode")
+ACTORS = ("JobNode", "ServerNode")
 [RAY] = importlib.util.find_spec("ray").submodule_search_locations if importlib.util.find_spec("ray") else ["/nowhere"]
 
 

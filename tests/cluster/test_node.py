@@ -3,17 +3,21 @@
 import json
 import shutil
 import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_tasks.cluster import messages, placement
+from grpo_tasks.cluster import jobs, placement
 from grpo_tasks.cluster.connect import cluster_address
-from grpo_tasks.cluster.inbox import Inbox
-from grpo_tasks.cluster.node import Gang, StageNode, interface_of, interfaces
-from grpo_tasks.cluster.outbox import Outbox
-from grpo_tasks.cluster.parcel import NodeFiles, pack
+from grpo_tasks.cluster.mirror import Inbox, Mirrored, Outbox
+from grpo_tasks.cluster.node import Job, JobNode, interfaces
+from grpo_tasks.cluster.parcel import NodeFiles
+from grpo_tasks.cluster.stage import MIRRORED, rank_environments, spec_at, stage_files, store
 from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.kit.files import unfinished_path
 from grpo_tasks.stage.checkpoint import MANIFEST
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -22,19 +26,25 @@ from tests.docs.pages import DOCS
 
 
 def train_on_nodes(spec, directory, count):
-    """What the supervisor does, with calls in place of messages."""
+    """What the supervisor does, with calls in place of jobs."""
     directory.mkdir()
     there = StageDir(directory)
-    nodes = [StageNode("127.0.0.1", {}) for _ in range(count)]
-    parcel = pack(spec, there)
+    nodes = [JobNode("127.0.0.1") for _ in range(count)]
+    files = stage_files(spec, there)
     for node in nodes:
-        missing = node.missing(parcel.files)
-        for file in parcel.files:
-            if file.sha256 in missing:
+        missing = node.missing(files)
+        for file in files:
+            if file.key in missing:
                 node.receive(file, 0, file.source.read_bytes())
+        node.lay_out(files)
+    facts = [node.describe() for node in nodes]
     port = nodes[0].free_port()
-    started = [node.start(parcel, "grpo_tasks.grpo", Gang("127.0.0.1", port, i, 1, count), ()) for i, node in enumerate(nodes)]
-    inbox = Inbox(there, spec, started[0])
+    for number, node in enumerate(nodes):
+        here = spec_at(facts[number].root, spec, files, ranks=count)
+        environments = rank_environments(facts[0].address, port, number, 1, count)
+        node.start(Job("grpo_tasks.grpo", "", here.model_dump_json(), Mirrored() if number else MIRRORED, environments))
+    base = nodes[0].resolve(spec_at(facts[0].root, spec, files, ranks=count).start.path)
+    inbox = Inbox(directory, MIRRORED, partial(store, there, spec, base))
     while True:
         reports = [node.report() for node in nodes]
         for node, report in zip(nodes, reports, strict=True):
@@ -66,17 +76,17 @@ def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monk
 def test_content_travels_once_and_is_checked(stages, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = stages.write("a")
-    parcel = pack(StageSpec.load(directory.spec), directory)
+    files = stage_files(StageSpec.load(directory.spec), directory)
     first, second = NodeFiles(tmp_path / "one"), NodeFiles(tmp_path / "two")
-    (file, *_) = parcel.files
-    assert first.missing(parcel.files) == {file.sha256}
+    (file, *_) = files
+    assert first.missing(files) == {file.sha256}
     with pytest.raises(ClusterError, match="changed while it was sent"):
         first.receive(file, 0, b"x" * file.size)
     content = file.source.read_bytes()
     first.receive(file, 0, content[:100])
-    assert first.missing(parcel.files)
+    assert first.missing(files)
     first.receive(file, 100, content[100:])
-    assert second.missing(parcel.files) == set()
+    assert second.missing(files) == set()
 
 
 def checkpoint(directory, step):
@@ -89,64 +99,81 @@ def checkpoint(directory, step):
 
 @pytest.fixture
 def mail(stages, tmp_path):
-    """A stage directory on a node with its outbox, and the inbox of the driver."""
+    """A stage directory on a node with its outbox, and that of the driver with the inbox."""
     sender, receiver = StageDir(tmp_path / "node"), stages.write("driver")
     sender.root.mkdir()
-    return Outbox(sender, everything=True), Inbox(receiver, StageSpec.load(receiver.spec), "")
+    inbox = Inbox(receiver.root, MIRRORED, partial(store, receiver, StageSpec.load(receiver.spec), ""))
+    return SimpleNamespace(sender=sender, outbox=Outbox(sender.root, MIRRORED), receiver=receiver, inbox=inbox)
+
+
+def deliver(mail):
+    mail.inbox.apply(mail.outbox.collect(), mail.outbox.read, mail.outbox.release)
 
 
 def test_the_best_weights_arrive_before_the_checkpoint_that_counts_on_them(mail):
-    outbox, inbox = mail
-    checkpoint(outbox.directory, 2)
-    outbox.directory.best.mkdir()
-    (outbox.directory.best / "weights").write_text("best")
+    checkpoint(mail.sender, 2)
+    mail.sender.best.mkdir()
+    (mail.sender.best / "weights").write_text("best")
 
     def killed(name, *where):
         if name.startswith("checkpoints"):
             raise KeyboardInterrupt
-        return outbox.read(name, *where)
+        return mail.outbox.read(name, *where)
 
     with pytest.raises(KeyboardInterrupt):
-        inbox.apply(outbox.collect(), killed, outbox.release)
-    assert (inbox.directory.best / "weights").read_text() == "best"
+        mail.inbox.apply(mail.outbox.collect(), killed, mail.outbox.release)
+    assert (mail.receiver.best / "weights").read_text() == "best"
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_what_counts_on_others_never_arrives_before_them(mail, monkeypatch, moment):
+    """The trainer writes better weights, and a checkpoint that counts on them, at any moment of a collection."""
+    glob, calls = Path.glob, []
+
+    def found(folder, pattern):
+        if folder == mail.sender.root:
+            if len(calls) == moment:
+                mail.sender.best.mkdir()
+                (mail.sender.best / "weights").write_text("best")
+                checkpoint(mail.sender, 4)
+            calls.append(pattern)
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", found)
+    mail.inbox.apply(mail.outbox.collect(), mail.outbox.read, mail.outbox.release)
+    assert mail.receiver.best.exists() or not (mail.receiver.checkpoints / "step-000004").exists()
+    assert len(calls) == len(MIRRORED.complete)
 
 
 def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
-    outbox, inbox = mail
     for step, deleted in ((2, None), (4, 2)):
-        checkpoint(outbox.directory, step)
+        checkpoint(mail.sender, step)
         if deleted:
-            shutil.rmtree(outbox.directory.checkpoints / f"step-{deleted:06d}")
-        inbox.apply(outbox.collect(), outbox.read, outbox.release)
-        assert [path.name for path in inbox.directory.checkpoints.iterdir()] == [f"step-{step:06d}"]
+            shutil.rmtree(mail.sender.checkpoints / f"step-{deleted:06d}")
+        deliver(mail)
+        assert [path.name for path in mail.receiver.checkpoints.iterdir()] == [f"step-{step:06d}"]
     # Somebody tidies /tmp on the node.
-    shutil.rmtree(outbox.directory.checkpoints)
-    inbox.apply(outbox.collect(), outbox.read, outbox.release)
-    assert [path.name for path in inbox.directory.checkpoints.iterdir()] == ["step-000004"]
+    shutil.rmtree(mail.sender.checkpoints)
+    deliver(mail)
+    assert [path.name for path in mail.receiver.checkpoints.iterdir()] == ["step-000004"]
 
 
 @pytest.mark.parametrize("left", [[], [MANIFEST], ["state.json"]], ids=["nothing", "manifest", "state"])
 def test_a_checkpoint_that_is_being_deleted_while_it_is_collected_does_not_arrive(mail, left):
-    outbox, inbox = mail
-    for file in [*checkpoint(outbox.directory, 2).iterdir()]:
+    for file in [*checkpoint(mail.sender, 2).iterdir()]:
         if file.name not in left:
             file.unlink()
-    checkpoint(outbox.directory, 4)
-    inbox.apply(outbox.collect(), outbox.read, outbox.release)
-    assert [path.name for path in inbox.directory.checkpoints.iterdir()] == ["step-000004"]
+    checkpoint(mail.sender, 4)
+    deliver(mail)
+    assert [path.name for path in mail.receiver.checkpoints.iterdir()] == ["step-000004"]
 
 
 def test_nothing_incomplete_stays_of_a_driver_that_was_killed(mail):
-    _, inbox = mail
-    for folder in (inbox.directory.root, inbox.directory.checkpoints, inbox.directory.completions(1).parent):
-        (folder / ".x.part").mkdir(parents=True)
-    inbox.clear()
-    assert not list(inbox.directory.root.rglob(".*.part"))
-
-
-def test_ranks_meet_on_the_interface_of_the_address_that_ray_knows():
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.7") == ""
+    there = mail.receiver
+    for path in (there.result, there.best, there.checkpoints / "step-000002", there.completions(1)):
+        unfinished_path(path).mkdir(parents=True)
+    Inbox(there.root, MIRRORED)
+    assert not list(there.root.rglob(".*.part"))
 
 
 def test_gloo_and_nccl_use_that_interface_unless_the_environment_names_another_one(monkeypatch):
@@ -180,25 +207,19 @@ def test_a_cluster_that_nobody_names_is_refused(monkeypatch):
 def test_what_a_trial_pass_measured_comes_back_and_goes_along_when_the_stage_resumes(stages, tmp_path):
     there, node = stages.write("driver"), StageDir(tmp_path / "node")
     node.root.mkdir()
-    outbox = Outbox(node, everything=True)
-    outbox.begin()
+    outbox = Outbox(node.root, MIRRORED)
     node.token_budget.write_text('{"tokens": 512}')
     [held] = outbox.collect().held
     assert (held.name, outbox.read(held.name, "", 0, 99)) == ("token_budget.json", b'{"tokens": 512}')
     there.token_budget.write_text('{"tokens": 512}')
-    parcel = pack(StageSpec.load(there.spec), there)
-    assert "token_budget.json" in {file.target for file in parcel.files}
+    assert "token_budget.json" in {file.target for file in stage_files(StageSpec.load(there.spec), there)}
 
 
-def test_the_page_names_the_limits_of_the_code_and_of_ray():
-    config = pytest.importorskip("ray._raylet").Config
+def test_the_page_names_the_limits_of_the_code():
     text = " ".join((DOCS / "gpus.md").read_text().split())
-    failures, timeout_s = config.health_check_failure_threshold(), config.health_check_timeout_ms() / 1000
-    period_s = config.health_check_period_ms() / 1000
     for figure in (
-        f"at most {messages.ANSWER_S:g} seconds: the driver asks each node",
-        f"its part of the stage starts | at most {messages.START_S / 60:g} minutes",
+        f"at most {jobs.ANSWER_S:g} seconds: the driver asks each node",
+        f"its part of the stage starts | at most {jobs.START_S / 60:g} minutes",
         f"too small for {placement.JOIN_S / 60:g} minutes",
-        f"after {failures} health checks that failed for {timeout_s:g} seconds each, {period_s:g} seconds apart",
     ):
         assert figure in text, figure

@@ -83,11 +83,11 @@ def test_an_arrangement_is_found_exactly_when_there_is_one():
 
 def test_a_process_of_an_evaluation_reserves_its_own_cards_and_not_those_of_all_processes_of_a_node():
     cluster = {"engine": "ray", "address": "auto", "num_nodes": 4, "processes_per_node": 4, "gpus_per_process": 4}
-    wanted = Demand.of_processes(ResourcesConfig(cluster=cluster), 16)
+    wanted = Demand.of_processes(ResourcesConfig(cluster=cluster), RolloutConfig(), 16)
     assert (wanted.share, wanted.strategy) == (Share(1.0, 4), "SPREAD")
     assert wanted.arranged(machines(8, 8, 8, 8)) is None
-    assert Demand.of_processes(ResourcesConfig(cluster=cluster), 8).arranged(machines(8, 8, 8, 8)) is not None
-    assert not wanted.is_gang, "it starts with the processes that there is room for"
+    assert Demand.of_processes(ResourcesConfig(cluster=cluster), RolloutConfig(), 8).arranged(machines(8, 8, 8, 8)) is not None
+    assert wanted.each == "processes", "it starts with those that there is room for"
 
 
 def test_a_stage_reserves_room_for_the_servers_that_it_starts_itself():

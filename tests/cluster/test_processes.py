@@ -26,7 +26,7 @@ def test_rays_own_processes_may_stay_with_their_node(command):
         ["/usr/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/tmp/ray/base"],
         ["/usr/bin/python", "-P", "-m", "grpo_tasks.grpo", "/tmp/grpo-stage-1"],
         ["/usr/bin/python", "-c", "from multiprocessing.forkserver import main; main(7)"],
-        ["ray::StageNode.report"],
+        ["ray::JobNode.report"],
         [],
     ],
 )

@@ -8,8 +8,9 @@ import polars as pl
 import psutil
 import pytest
 
+from grpo_tasks.cluster.node import Job, JobNode
 from grpo_tasks.cluster.parcel import BASE
-from grpo_tasks.cluster.sampling.supervisor import SampleNode, SampleParcel, joined, shards
+from grpo_tasks.cluster.sampling import MIRRORED, joined, sample_files, shards, spec_at
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
@@ -83,18 +84,21 @@ def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, i
     write_digits(tmp_path / "own")
     monkeypatch.chdir(tmp_path / "own")
     spec = spec_of(stages, length=12, interaction=interaction)
-    parcel, tables = SampleParcel.of(spec), []
-    worker = SampleNode("127.0.0.1")
-    for file in parcel.files:
-        if file.sha256 in worker.missing(parcel.files):
+    files, tables, worker = sample_files(spec), [], JobNode("127.0.0.1")
+    missing = worker.missing(files)
+    for file in files:
+        if file.key in missing:
             worker.receive(file, 0, file.source.read_bytes())
-    worker.place(parcel)
+    worker.lay_out(files)
+    root = worker.describe().root
     for number, only in enumerate(shards(spec, 2)):
-        worker.start(parcel, number, only)
-        worker._process.wait()
+        shard = spec_at(root, spec, files, only).model_dump_json()
+        worker.start(Job("grpo_tasks.rollout", f"shard-{number}", shard, MIRRORED))
+        worker._processes[0].wait()
         report = worker.report()
-        assert report.code == 0, report.log.decode()
-        tables.append(pl.read_parquet(worker.read(0, report.size)))
+        assert report.codes == (0,), report.delta.lines
+        [held] = report.delta.held
+        tables.append(pl.read_parquet(worker.read(held.name, "", 0, held.files[""])))
     there = tmp_path / "there.parquet"
     joined(tables).write_parquet(there)
     if interaction:
@@ -105,7 +109,7 @@ def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, i
 
 def test_a_node_gets_paths_of_its_own_and_no_cluster(stages, tmp_path):
     spec = spec_of(stages, engine="ray", address="auto", num_nodes=2)
-    there = SampleParcel.of(spec).spec_at(tmp_path, ["a"])
+    there = spec_at(tmp_path, spec, sample_files(spec), ["a"])
     assert there.ref.path == there.model.path == str(tmp_path / BASE), "added tokens are those of the base of the config"
     assert there.resources.cluster.engine == "local"
     assert there.only == ["a"]

@@ -1,4 +1,4 @@
-"""The actor of a rollout server, called in this process: what it starts again, and what it gives up."""
+"""The actor of a rollout server, called in this process: whatever ends there is an error, and the driver starts another one."""
 
 import socket
 import time
@@ -13,8 +13,8 @@ from tests.rollout.small_servers import kill, small_config
 
 pytest.importorskip("ray")
 
-from grpo_tasks.cluster import server_node
-from grpo_tasks.cluster.server_node import ServerNode
+from grpo_tasks.cluster import servers
+from grpo_tasks.cluster.servers import ServerNode
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
 
@@ -23,18 +23,11 @@ pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
 def node(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "planted")
     # Not the loopback address that everything else uses: what is probed there says nothing about this one.
-    monkeypatch.setattr(server_node, "get_node_ip_address", lambda: "127.0.0.2")
-    made = ServerNode("planted")
+    made = ServerNode("planted", "127.0.0.2")
     yield made
-    for process in (made._receiver, made._server):
-        if process is not None:
-            process.kill() if process is made._receiver else process.end()
-    if made._receiver is not None:
-        made._receiver.wait()
-
-
-def start(node, **settings):
-    return node.start((), "embedded:base", small_config(**settings), served())
+    made._receiver.kill()
+    made._receiver.wait()
+    made._server.end()
 
 
 def until(condition):
@@ -53,40 +46,22 @@ def answers(address):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_what_ends_is_started_again_and_reported(node, monkeypatch):
-    address = start(node)
+@pytest.mark.parametrize("victim", ["server", "receiver"])
+def test_what_ends_is_an_error_with_its_log(node, victim):
+    address = node.start(small_config(), served())
     until(lambda: answers(address.weights_url))
     assert httpx.get(f"{address.weights_url}/weights").status_code == 401
-    assert node.tend() == ""
-    monkeypatch.setattr(server_node, "SETTLED_S", 0.0)
-    node._receiver.kill()
-    node._receiver.wait()
-    kill(node._server)
-    until(lambda: not node._server.runs)
-    said = node.tend()
-    assert "the receiver of weights ended with exit code -9 and is started again" in said
-    assert f"the rollout server at {address.url} ended and is started again" in said
-    until(lambda: answers(address.weights_url) and node.tend() == "" and node._server.runs)
-    # The next end comes at once: the driver has to start another server.
-    monkeypatch.setattr(server_node, "SETTLED_S", 60.0)
-    node._receiver.kill()
-    node._receiver.wait()
-    with pytest.raises(RolloutError, match="the receiver of weights ended with exit code -9"):
-        node.tend()
-
-
-@pytest.mark.long
-def test_a_server_that_cannot_be_started_again_is_given_up(node):
-    start(node, start_timeout_s=60.0)
-    # Somebody deletes the environment.
-    node._server._config = node._server._config.model_copy(update={"python": "/nowhere/python"})
-    kill(node._server)
-    until(lambda: not node._server.runs)
-    assert "ended and is started again" in node.tend()
-    node._restart.join(120)
-    for _ in range(2):
-        with pytest.raises(RolloutError, match="cannot be started again"):
-            node.tend()
+    node.check()
+    if victim == "server":
+        kill(node._server)
+        until(lambda: not node._server.runs)
+        with pytest.raises(RolloutError, match=f"the server at {address.url} ended; the end of its log"):
+            node.check()
+    else:
+        node._receiver.kill()
+        node._receiver.wait()
+        with pytest.raises(RolloutError, match=r"the receiver of weights on .* ended with exit code -9"):
+            node.check()
 
 
 @pytest.mark.long
@@ -94,6 +69,6 @@ def test_a_receiver_whose_port_is_taken_is_an_error_with_its_log(node, monkeypat
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))
         taken.listen()
-        monkeypatch.setattr(server_node, "free_port", lambda *_: taken.getsockname()[1])
-        with pytest.raises(RolloutError, match=r"the receiver of weights ended[\s\S]*in use"):
-            start(node)
+        monkeypatch.setattr(servers, "free_port", lambda *_: taken.getsockname()[1])
+        with pytest.raises(RolloutError, match=r"the receiver of weights on 127.0.0.2 ended[\s\S]*in use"):
+            node.start(small_config(), served())

@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from grpo_tasks.demo import arithmetic, build
-from grpo_tasks.demo import build as tokenizer_module
-from grpo_tasks.demo.arithmetic import PROBE, all_problems, chat, split_problems
-from grpo_tasks.demo.build import SPECIAL_TOKENS, SolvedProblem, good_completion
+from tests.demo import arithmetic, build
+from tests.demo import build as tokenizer_module
+from tests.demo.arithmetic import PROBE, all_problems, chat, split_problems
+from tests.demo.build import SPECIAL_TOKENS, SolvedProblem, good_completion
 
-BASE = Path(arithmetic.__file__).parent / "base"
+BASE = arithmetic.DEMO / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 pupil: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BASE)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from grpo_tasks.demo.arithmetic import Problem, all_problems, has_strict_format, is_right, split_problems
-from grpo_tasks.demo.build import FAULTS, SHAPES, draw_demonstrations, good_completion, work_out
+from tests.demo.arithmetic import Problem, all_problems, has_strict_format, is_right, split_problems
+from tests.demo.build import FAULTS, SHAPES, draw_demonstrations, good_completion, work_out
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_tasks.demo import arithmetic
-from grpo_tasks.demo.arithmetic import EVAL_FILE, PROBE, SYSTEM_PROMPT, TRAIN_FILE, Problem, all_problems, split_problems
 from schemas.paths import resolve
+from tests.demo import arithmetic
+from tests.demo.arithmetic import EVAL_FILE, PROBE, SYSTEM_PROMPT, TRAIN_FILE, Problem, all_problems, split_problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO = Path(arithmetic.__file__).parent
+DEMO = arithmetic.DEMO
 OPERATIONS = {"+": operator.add, "-": operator.sub}
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from grpo_tasks.demo.build import CHAT_TEMPLATE
 from grpo_tasks.policy.load import load_base, load_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
+from tests.demo.build import CHAT_TEMPLATE
 
 TOOLS = '''
 def add(a: int, b: int) -> int:

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_tasks.demo.arithmetic import Problem
-from grpo_tasks.demo.build import good_completion
 from grpo_tasks.stage.stage_dir import StageSpec
+from tests.demo.arithmetic import Problem
+from tests.demo.build import good_completion
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture
 from tests.in_process import suite_of
 

@@ -1,6 +1,6 @@
 """Rebuild the demo from scratch: data files, tokenizer and base model; where the demo run starts.
 
-    python -m grpo_tasks.demo.build [OUT_DIR]        writes to this folder by default; takes minutes on two cores
+    python -m tests.demo.build [OUT_DIR]        writes to grpo_tasks/demo by default; takes minutes on two cores
 
 The base model is trained for 1,800 steps on 64 demonstrations of mixed quality each, with learning rate 3e-3 (one cycle). On the
 held-out problems, sampled at temperature 1, it reaches strict format 23 % and accuracy 29 %; greedy decoding never has the strict
@@ -29,7 +29,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from grpo_tasks.demo.arithmetic import Problem, chat, either_way, has_strict_format, is_right, split_problems, write_task
+from tests.demo.arithmetic import DEMO, Problem, chat, either_way, has_strict_format, is_right, split_problems, write_task
 
 NUM_STEPS = 1800
 BATCH_SIZE = 64
@@ -317,4 +317,4 @@ def write_tokenizer(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent))
+    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else DEMO))

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+DEMO = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo"
+"""Data files and base model, which ship with the package."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
 """System message of the demo; the demo preset contains the same text."""
 
