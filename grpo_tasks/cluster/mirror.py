@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.content.hashes import files_below
-from grpo_tasks.kit.files import replacing, unfinished_path
+from grpo_tasks.kit.files import remove, replacing, unfinished_path
 from grpo_tasks.processes.entry import LOG
 
 MOST_BYTES = 1 << 22
@@ -90,7 +90,7 @@ class Outbox:
 
     def release(self, name: str) -> None:
         """The driver has it."""
-        _remove(self._shelf(name))
+        remove(self._shelf(name))
 
     def _complete(self) -> Iterator[Path]:
         """Whatever has its final name, the last pattern first; every one was renamed to it when it was complete."""
@@ -162,7 +162,7 @@ class Inbox:
         self.root, self._tidied, self._accept = root, mirrored.tidied, accept
         for pattern in mirrored.complete:
             for path in root.glob(str(unfinished_path(Path(pattern)))):
-                _remove(path)
+                remove(path)
 
     def apply(self, delta: Delta, read: Callable[[str, str, int, int], bytes], release: Callable[[str], None]) -> None:
         """Store everything that is new, in an order that lets a driver that is killed here resume from what it has.
@@ -186,11 +186,4 @@ class Inbox:
         # Never the last one: where the folder on the node was removed, the stage resumes from what is here.
         if delta.present & here.keys():
             for name in here.keys() - delta.present:
-                _remove(here[name])
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+                remove(here[name])

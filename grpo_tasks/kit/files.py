@@ -15,7 +15,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A free path next to `path`. What the block writes there takes the place of `path`; after an exception it is removed."""
     unfinished = unfinished_path(path)
     # Left by a process that was killed in the block.
-    _remove(unfinished)
+    remove(unfinished)
     try:
         yield unfinished
         # A folder cannot take the name of one that holds files. A kill in between leaves none; whoever needs it makes it again.
@@ -24,7 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     except BaseException:
         # On a full disk it would take the space that others need.
-        _remove(unfinished)
+        remove(unfinished)
         raise
 
 
@@ -38,7 +38,8 @@ def is_unfinished(name: str) -> bool:
     return name.startswith(".") and name.endswith(".part")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
