@@ -26,13 +26,11 @@ from jaxtyping import Float
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.kit.share import Pool
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.sharded import sampling_copy
-from grpo_tasks.replicas.client import Client, UnknownError
-from grpo_tasks.replicas.delivery import deliver, withdraw
-from grpo_tasks.replicas.pool import Pool, PoolLimits
 from grpo_tasks.rollout.calibration import (
     NAMINGS,
     Shifted,
@@ -53,6 +51,7 @@ from grpo_tasks.rollout.probe import (
     probe_logps,
     shift_fault,
 )
+from grpo_tasks.rollout.server_client import Client, UnknownError, deliver, withdraw
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
 from schemas.config.rollout import VllmConfig
@@ -126,8 +125,14 @@ class VllmSampler:
         self._named: dict[str, Path] = {}
         """Folders of weights whose keys have these names, by the weights' names."""
         self._lock = Lock()
-        limits = PoolLimits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
-        self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
+        self.pool = Pool(
+            servers,
+            concurrency=config.concurrency,
+            admit=lambda server: self._hand_over(server, self._present),
+            repair=self._repair,
+            max_failures=config.max_restarts,
+            patience_s=config.patience_s,
+        )
 
     def sync(self) -> None:
         """Load the adapter into the servers.
@@ -159,18 +164,17 @@ class VllmSampler:
 
     def report(self) -> EngineReport:
         """Figures and events of the pool since the last report."""
-        return EngineReport(self.pool.take_figures(), tuple(self.pool.take_events()))
+        return EngineReport(*self.pool.take_report())
 
     def close(self) -> None:
         """Unload the adapter; the servers may keep running."""
-        self.pool.close()
         for server in self.pool.serving:
             # A server that is gone has nothing to unload, and all completions have been delivered.
             with suppress(ServerGoneError):
                 self._unload(server, keep=None)
-        for server in self.pool.servers:
+        for replica in self.pool.replicas:
             # It has shown how it takes over the keys of this policy; another policy may have others.
-            server.calibrated = None
+            replica.server.calibrated = None
         self._client.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -217,10 +221,6 @@ class VllmSampler:
 
     def _model(self, server: VllmServer) -> str:
         return server.base if self._present is None or self._merged else self._present.name
-
-    def _admit(self, server: VllmServer) -> None:
-        # Read once: `load` may replace them while this server still receives them.
-        self._hand_over(server, self._present)
 
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
         """Load weights into a server that has shown that it takes weights over; nothing to do for one that has them."""
@@ -365,9 +365,10 @@ class VllmSampler:
             withdraw(self._client, server.receiver, name)
         server.loaded.discard(name)
 
-    def _healthy(self, server: VllmServer) -> bool:
+    def _repair(self, server: VllmServer) -> None:
         server.stale = True
-        return self._client.healthy(server.address)
+        if not self._client.healthy(server.address):
+            server.restart()
 
     def _post(self, server: VllmServer, path: str, body: dict[str, Any]) -> Any:
         sampled = path == COMPLETIONS
@@ -470,8 +471,8 @@ class VllmEngine(VllmSampler):
         """
         began, before = time.perf_counter(), self._present
         self._present = weights
-        for server in self.pool.servers:
-            server.bytes_taken = 0
+        for replica in self.pool.replicas:
+            replica.server.bytes_taken = 0
         if any(server.asleep for server in self.pool.serving):
             self._make_room()
         self.pool.refresh()
@@ -484,7 +485,7 @@ class VllmEngine(VllmSampler):
     def report(self) -> EngineReport:
         """Figures and events of the pool and of the last load."""
         report = super().report()
-        taken = sum(server.bytes_taken for server in self.pool.servers)
+        taken = sum(replica.server.bytes_taken for replica in self.pool.replicas)
         return EngineReport(report.figures | {SYNC_TIME: self._sync_s, SYNC_BYTES: float(taken)}, report.events)
 
     def close(self) -> None:
