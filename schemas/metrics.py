@@ -263,7 +263,7 @@ TRAINING: tuple[Metric, ...] = (
         "fewest servers that sampled at any time of the rollout",
         "servers",
         "higher",
-        "below the number of servers: one failed or lagged; the stage's events say why",
+        "below the number of servers: one failed; the stage's events say why",
     ),
     Metric(REPLICA_TOKENS_PER_S, "completion tokens per second of one server, counted from 0", "tokens/s", "higher"),
     Metric(NUM_TOKENS, "prompt and completion tokens processed since the stage began", "tokens"),

@@ -4,8 +4,8 @@
        ^    --gone--> out: examined and restarted --> up: admitted, when it has shown what it serves --+
        +-----------------------------------------------------------------------------------------------+
 
-A completion has its seed, and so has a question to a judge. So it does not matter which server answers, nor how often a request is
-sent: a failure changes the time that a batch takes, and not its content. Threads, one for each request in flight and for each
+A completion has its seed, and so has a question to a judge. So it does not matter which server answers, nor how often a request
+is sent: a failure changes the time that a batch takes, and not its content. Threads, one for each request in flight and for each
 server that is examined or admitted, only change state under the condition `_changed`. They are daemons: a server that hangs must
 not keep the process alive.
 """
@@ -80,8 +80,8 @@ class Pool(Generic[ServerT]):
     Args:
         servers: the first ones; `add` adds more.
         concurrency: most requests that a server gets at once.
-        admit: called in a thread before a server gets requests, and after every `refresh`; raises RolloutError if it must get none.
-            None: all servers may be asked at once, and one that fails only rests.
+        admit: called in a thread before a server gets requests, and after every `refresh`; raises RolloutError if it must get
+            none. None: all servers may be asked at once, and one that fails only rests.
         repair: called in a thread for a server that failed; raises RolloutError if it cannot be brought back.
         max_failures: how often a server that failed is admitted again.
         patience_s: how long to wait for a server when none is left; 0 gives up at once.
