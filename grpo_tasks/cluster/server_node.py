@@ -18,7 +18,8 @@ from grpo_tasks.cluster.node import Node
 from grpo_tasks.cluster.parcel import BASE, ParcelFile, ServerAddress
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import free_port
-from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, tail
+from grpo_tasks.processes.serve import tail
+from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
