@@ -14,7 +14,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -291,26 +291,22 @@ class VllmSampler:
             RolloutError: it does not take them over.
         """
         faults: list[str] = []
-        if self._known:
-            faults = self._try(server, calibration, self._naming, fault_of)
-        else:
-            # One server after the other until one has proved a naming: they serve the same model.
-            with self._lock:
-                likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
-                # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
-                for naming in likely[:1] if self._merged else likely:
-                    found = self._try(server, calibration, naming, fault_of)
-                    if not found:
-                        self._naming, self._known, faults = naming, True, []
-                        break
-                    faults += found
-        if faults:
-            raise RolloutError(
-                f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
-                place=server.address,
-                fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
-                "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
-            )
+        # One server after the other until one has proved a naming: they serve the same model.
+        with nullcontext() if self._known else self._lock:
+            likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
+            # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
+            for naming in likely[:1] if self._merged else likely:
+                fault = self._try(server, calibration, naming, fault_of)
+                if fault is None:
+                    self._naming, self._known = naming, True
+                    return
+                faults.append(fault)
+        raise RolloutError(
+            f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
+            place=server.address,
+            fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
+            "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
+        )
 
     def _try(
         self,
@@ -318,7 +314,7 @@ class VllmSampler:
         calibration: Weights,
         naming: str | None,
         fault_of: Callable[[Float[torch.Tensor, " T"]], str | None],
-    ) -> list[str]:
+    ) -> str | None:
         """What is wrong with what a server makes of calibration weights under a naming; it unloads them again."""
         number = NAMINGS.index(naming)
         weights = replace(calibration, name=f"{calibration.name}-{number}")
@@ -328,12 +324,11 @@ class VllmSampler:
             rename_keys(folder, naming)
         try:
             self._load(server, weights, folder)
-            fault = fault_of(self._probe(server, server.base if self._merged else weights.name))
-            return [] if fault is None else [fault]
+            return fault_of(self._probe(server, server.base if self._merged else weights.name))
         except ServerGoneError:
             raise
         except RolloutError as refusal:
-            return [refusal.message]
+            return refusal.message
         finally:
             if weights.name in server.loaded:
                 with suppress(ServerGoneError):
