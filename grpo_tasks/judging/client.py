@@ -107,7 +107,7 @@ class JudgeClient:
         self.limits.pace()
         url = f"{address}/chat/completions"
         try:
-            answer = self._received(url, self._body(question, vote))
+            answer = self._received(url, question, vote)
         except httpx.HTTPError as error:
             raise ServerGoneError(f"{type(error).__name__}: {error}") from error
         too_long = answer.status_code == 413 or (answer.status_code == 400 and TOO_LONG.search(answer.text) is not None)
@@ -126,15 +126,30 @@ class JudgeClient:
             fault.pause_s = min(max(float(answer.headers.get("retry-after", 0.0)), 0.0), LONGEST_PAUSE_S)
         raise fault
 
-    def _received(self, url: str, body: dict[str, Any]) -> httpx.Response:
+    def _received(self, url: str, question: Question, vote: int) -> httpx.Response:
         """The complete response, or its first MAX_REPLY_BYTES.
 
         Raises:
             httpx.HTTPError: there is none within `request_timeout_s`.
         """
-        limit, content = self.judge.request_timeout_s, bytearray()
+        judge, name = self.judge, self.judge.api_key_variable
+        headers = {}
+        if name is not None:
+            if not (key := os.environ.get(name, "").strip()):
+                raise RewardError(f"{name} is not set", place="judge.api_key_variable", fix=f"export {name}=... before the run")
+            headers["Authorization"] = f"Bearer {key}"
+        form = {"name": "verdict", "strict": True, "schema": question.schema}
+        body = {
+            "model": judge.model,
+            "messages": question.messages,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+            "seed": vote,
+            "response_format": {"type": "json_schema", "json_schema": form},
+        }
+        limit, content = judge.request_timeout_s, bytearray()
         deadline = time.monotonic() + limit
-        with self._http.stream("POST", url, json=body, headers=self._headers()) as response:
+        with self._http.stream("POST", url, json=body, headers=headers) as response:
             for chunk in response.iter_bytes():
                 content += chunk
                 # httpx limits the time between two chunks, and some servers send a space while they compute.
@@ -144,27 +159,6 @@ class JudgeClient:
                     break
         kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content))
-
-    def _headers(self) -> dict[str, str]:
-        name = self.judge.api_key_variable
-        if name is None:
-            return {}
-        key = os.environ.get(name, "").strip()
-        if not key:
-            raise RewardError(f"{name} is not set", place="judge.api_key_variable", fix=f"export {name}=... before the run")
-        return {"Authorization": f"Bearer {key}"}
-
-    def _body(self, question: Question, vote: int) -> dict[str, Any]:
-        judge = self.judge
-        form = {"name": "verdict", "strict": True, "schema": question.schema}
-        return {
-            "model": judge.model,
-            "messages": question.messages,
-            "temperature": judge.temperature,
-            "max_tokens": judge.max_tokens,
-            "seed": vote,
-            "response_format": {"type": "json_schema", "json_schema": form},
-        }
 
     def _reply(self, answer: httpx.Response, question: Question) -> EndpointReply:
         text, usage = "", None

@@ -181,20 +181,24 @@ class Stack:
         """Stop every recorded process, the last one started first; returns the names of those that were running."""
         if not (self.folder / STATE).exists():
             return []
-        # Before the lock: it may be restarting something, and needs the lock for that.
-        supervised = self._stop_supervisor()
+        stopped = []
+        # Before the lock, which it may need to restart something; alone, because its children are stopped in order.
+        if (supervisor := self._recorded().get(SUPERVISOR)) and (process := supervisor.process()):
+            _end(process, [process])
+            stopped.append(SUPERVISOR)
         with self._locked():
-            found = [(each, process) for each in reversed(self._recorded().values()) if (process := each.process())]
-            for _, process in found:
-                with suppress(psutil.NoSuchProcess):
-                    _end(process, [*process.children(recursive=True), process])
+            for name, each in reversed(self._recorded().items()):
+                if process := each.process():
+                    stopped.append(name)
+                    with suppress(psutil.NoSuchProcess):
+                        _end(process, [*process.children(recursive=True), process])
             for each in self._recorded().values():
                 _end_leftovers(each)
             for spawned in self._spawned:
                 spawned.wait()
             for name in (STATE, STARTING):
                 (self.folder / name).unlink(missing_ok=True)
-        return [*supervised, *(each.name for each, _ in found)]
+        return stopped
 
     def running(self) -> list[str]:
         """Names of the recorded processes that run."""
@@ -243,14 +247,6 @@ class Stack:
         self._report(f"the {recorded.name} had ended; starting it again (log: {self._log(recorded.name)})")
         _end_leftovers(recorded)
         self._spawn(recorded.name, at, postgres)
-
-    def _stop_supervisor(self) -> list[str]:
-        """End the supervisor alone: what it has started again are its children, and `stop` stops those in order."""
-        recorded = self._recorded().get(SUPERVISOR)
-        if recorded is None or (process := recorded.process()) is None:
-            return []
-        _end(process, [process])
-        return [SUPERVISOR]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
