@@ -81,14 +81,6 @@ class Weights:
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Calibration weights as the servers get them, and what they change in the trainer's probe."""
-
-    weights: Weights
-    shifted: Shifted
-
-
 class VllmSampler:
     """Samples from servers that all serve the same model.
 
@@ -135,11 +127,7 @@ class VllmSampler:
         )
 
     def sync(self) -> None:
-        """Load the adapter into the servers.
-
-        Raises:
-            RolloutError: no server took it.
-        """
+        """Load the adapter into the servers; raises RolloutError when none took it."""
         self.pool.refresh()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -264,11 +252,7 @@ class VllmSampler:
             return self._named[weights.name]
 
     def _calibrate(self, server: VllmServer, weights: Weights) -> None:
-        """Find out whether a server takes over an adapter with these keys, and under which names.
-
-        Raises:
-            RolloutError: it takes it over under none.
-        """
+        """Find out whether a server takes over an adapter with these keys, and under which names; RolloutError: under none."""
         base = self._probe(server, server.base)
         with self._lock:
             like = Weights(f"{self._run}-calibration", self._scratch / "calibration")
@@ -285,11 +269,7 @@ class VllmSampler:
     def _find_naming(
         self, server: VllmServer, calibration: Weights, fault_of: Callable[[Float[torch.Tensor, " T"]], str | None]
     ) -> None:
-        """Let a server load calibration weights under the names that others have proved, or else under one after the other.
-
-        Raises:
-            RolloutError: it does not take them over.
-        """
+        """Let a server load calibration weights under the names that others have proved, or else under one after the other."""
         faults: list[str] = []
         # One server after the other until one has proved a naming: they serve the same model.
         with nullcontext() if self._known else self._lock:
@@ -407,7 +387,8 @@ class VllmEngine(VllmSampler):
         self._ids = probe_ids(config.max_model_len, getattr(policy.config.get_text_config(), "max_position_embeddings", None))
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._untied, self._shared = untied, shared
-        self._calibration: Calibration | None = None
+        self._calibration: tuple[Weights, Shifted] | None = None
+        """Calibration weights as the servers get them, and what they change in the trainer's probe."""
         self._sync_s = 0.0
         trained = not untied and merged and _trains_embeddings(policy)
         if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
@@ -430,11 +411,7 @@ class VllmEngine(VllmSampler):
         shutil.rmtree(weights, ignore_errors=True)
 
     def sync(self) -> None:
-        """Load the policy's current weights into the servers.
-
-        Raises:
-            RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
-        """
+        """Load the policy's current weights into the servers; see `load`."""
         self.load(self.prepare())
 
     def prepare(self) -> Weights:
@@ -443,7 +420,7 @@ class VllmEngine(VllmSampler):
         if self._calibration is None:
             with calibrated(self._policy, self._ids, self._dtype) as shifted:
                 # Kept to the end, for servers that are restarted or join later.
-                self._calibration = Calibration(self._saved("calibration"), shifted)
+                self._calibration = self._saved("calibration"), shifted
         return replace(self._saved(f"{self._version:06d}"), seconds=time.perf_counter() - began)
 
     def _saved(self, name: str) -> Weights:
@@ -518,7 +495,9 @@ class VllmEngine(VllmSampler):
             RolloutError: its base is another model, or it shows another shift or none.
         """
         assert self._calibration is not None
-        wanted, dtype = self._calibration.shifted, self._dtype
+        (calibration, wanted), dtype = self._calibration, self._dtype
+        assert calibration.logps is not None
+        shift = calibration.logps - wanted.base
         base = self._probe(server, server.base)
         difference = float((base - wanted.base).abs().mean())
         noise = noise_of(base, wanted.base, dtype)
@@ -534,14 +513,10 @@ class VllmEngine(VllmSampler):
             )
 
         def fault(found: Float[torch.Tensor, " T"]) -> str | None:
-            calibration = self._calibration
-            assert calibration is not None
-            assert calibration.weights.logps is not None
-            shift = calibration.weights.logps - wanted.base
             return shift_fault(found - base, shift, noise=noise, share=CALIBRATION_SHARE[dtype])
 
         if not (self._merged and self._shared):
-            self._find_naming(server, self._calibration.weights, fault)
+            self._find_naming(server, calibration, fault)
         server.calibrated = Calibrated(base, noise)
 
     def _check(self, server: VllmServer, weights: Weights) -> None:
@@ -553,9 +528,8 @@ class VllmEngine(VllmSampler):
         assert server.calibrated is not None
         assert weights.logps is not None
         found = self._probe(server, server.base if self._merged else weights.name) - server.calibrated.base
-        wanted = weights.logps - self._calibration.shifted.base
-        fault = shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE)
-        if fault is not None:
+        wanted = weights.logps - self._calibration[1].base
+        if fault := shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE):
             raise RolloutError(
                 f"the server does not serve the trainer's policy: {fault}",
                 place=server.address,

@@ -100,24 +100,14 @@ class VllmServer:
         """Find out what it serves, after it was away; nothing to find out about one that was started here."""
 
     def restart(self) -> None:
-        """Start it again.
-
-        Raises:
-            RolloutError: always for a server that was not started here; otherwise, if it does not come up.
-        """
+        """Start it again; raises RolloutError where that fails, and always for a server that was not started here."""
         raise RolloutError(
             "the server does not answer", place=self.address, fix="restart it and repeat the command; the stage resumes"
         )
 
 
 class ForeignServer(VllmServer):
-    """A server of `base_urls`.
-
-    Args:
-        address: where it listens.
-        adapters: True if adapters will be loaded, False if complete weights.
-        receiver: see `VllmServer`.
-    """
+    """A server of `base_urls`, into which adapters or complete weights will be loaded."""
 
     def __init__(self, address: str, *, adapters: bool, receiver: str | None = None) -> None:
         super().__init__(address)
@@ -194,11 +184,7 @@ class OwnServer(VllmServer):
         self.model = str(served.model)
 
     def start(self) -> None:
-        """Start it and wait until it answers.
-
-        Raises:
-            RolloutError: it does not come up.
-        """
+        """Start it and wait until it answers; raises RolloutError if it does not."""
         # What other machines know by its address keeps it; here a new port cannot have been taken meanwhile.
         address = self.address if self.address and self._host != HOST else f"http://{self._host}:{free_port(self._host)}"
         environment = os.environ | QUIET | LOADING_ADAPTERS | ({} if self._served.cuda else ON_CPU)
@@ -227,10 +213,10 @@ class OwnServer(VllmServer):
         self.address = address
 
     def _is_starting(self) -> bool:
-        if not self.runs:
-            stopped = f"the vLLM server stopped during its start; the end of its log:\n{tail(self._log)}"
-            raise RolloutError(stopped, place=str(self._log))
-        return True
+        if self.runs:
+            return True
+        stopped = f"the vLLM server stopped during its start; the end of its log:\n{tail(self._log)}"
+        raise RolloutError(stopped, place=str(self._log))
 
     @property
     def runs(self) -> bool:
@@ -310,11 +296,7 @@ def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
 
 
 def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, after a check that they can load weights. Those that do not answer yet may join later.
-
-    Args:
-        config: with `base_urls`.
-        adapters: True if adapters will be loaded, False if complete weights.
+    """The servers of `base_urls`, after a check that they can load adapters, or complete weights. Others may join later.
 
     Raises:
         RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
