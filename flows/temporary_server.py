@@ -13,7 +13,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +28,7 @@ from prefect.states import Completed
 from sqlalchemy.engine import make_url
 
 from grpo_tasks.kit.lock import alone
-from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.serve import start_server
 from schemas.errors import OrchestratorError, UserError, disk_full
 from schemas.results.base import Result
 
@@ -157,15 +156,7 @@ def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subproces
         with _bound.pop(server.port) as bound:
             fd = bound.fileno()
             # uvicorn prefers an inherited socket to its arguments --host and --port.
-            supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args, "--fd", str(fd)]
-            return _Server(
-                supervised,
-                env=env | {PARENT: str(os.getpid())},
-                start_new_session=True,
-                pass_fds=[fd],
-                stdout=_output,
-                stderr=_output,
-            )
+            return start_server([*args, "--fd", str(fd)], environment=env, output=_output, popen=_Server, pass_fds=[fd])
 
     # Prefect has no setting for it.
     prefect_server.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment, attr-defined]

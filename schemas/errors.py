@@ -136,11 +136,14 @@ class RolloutError(UserError, title="The rollout server cannot be used"):
 
 
 class ServerGoneError(RolloutError):
-    """A server that stopped answering, or reports that its engine died."""
+    """A server that does not answer in time or at all, or reports that its engine died."""
+
+    pause_s: float = 0.0
+    """How long (s) it asks to be left alone."""
 
 
 class ServerBusyError(ServerGoneError):
-    """A server that did not answer in time, or refuses a request because it has too many."""
+    """A server that refuses a request because it has too many."""
 
 
 class MergeError(UserError, title="The merged model is wrong"):

@@ -198,7 +198,7 @@ REPLICAS_SERVING = _update(
     "fewest servers that sampled at any time of the rollout",
     "servers",
     "higher",
-    "below the number of servers: one failed or lagged; the stage's events say why",
+    "below the number of servers: one failed; the stage's events say why",
 )
 REPLICA_TOKENS_PER_S = _update(
     "replica/*/tokens_per_s", "completion tokens per second of one server, counted from 0", "tokens/s", "higher"

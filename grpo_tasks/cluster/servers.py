@@ -29,7 +29,8 @@ from grpo_tasks.cluster.parcel import model_at, model_files
 from grpo_tasks.cluster.placement import Share
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import free_port
-from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, authorization, swaps_merged_weights, tail
+from grpo_tasks.processes.serve import tail
+from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, authorization, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.rollout import VllmConfig
 from schemas.errors import ClusterError, RolloutError, UserError

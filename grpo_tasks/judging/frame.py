@@ -87,9 +87,11 @@ def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Comp
     """
     labels = ["completion"] if judge.mode == "absolute" else ["completion a", "completion b"]
     shown = dict(texts) | dict(zip(labels, completions, strict=True))
-    marker = hashlib.sha256(json.dumps(shown, default=_as_pair).encode()).hexdigest()[:16]
+    as_pairs = json.dumps(shown, default=lambda said: (said.speaker, said.text))
+    marker = hashlib.sha256(as_pairs.encode()).hexdigest()[:16]
     lines = [
-        f"[{marker} {label}] {_as_data(line)}"
+        # Lone surrogates become escapes too, as JSON writes them.
+        f"[{marker} {label}] {json.dumps(line).translate(_ESCAPES)}"
         for name, text in shown.items()
         for label, line in _lines(name, text, judge.max_completion_chars)
     ]
@@ -103,10 +105,6 @@ def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Comp
         {"role": "user", "content": "\n".join([*lines, f"[{marker} end]"])},
     ]
     return Question(messages, _schema(judge, marker), marker)
-
-
-def _as_pair(said: TranscriptMessage) -> tuple[str, str]:
-    return said.speaker, said.text
 
 
 def _lines(label: str, shown: Completion, limit: int) -> list[tuple[str, str]]:
@@ -129,11 +127,6 @@ def _lines(label: str, shown: Completion, limit: int) -> list[tuple[str, str]]:
 def _without_middle(text: str, first: int, last: int) -> str:
     left_out = len(text) - first - last
     return f"{text[:first]} ... ({left_out} characters left out here) ... {text[len(text) - last :]}"
-
-
-def _as_data(text: str) -> str:
-    # Lone surrogates become escapes too, as JSON writes them.
-    return json.dumps(text).translate(_ESCAPES)
 
 
 def _schema(judge: JudgeConfig, marker: str) -> dict[str, Any]:

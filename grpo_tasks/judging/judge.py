@@ -147,7 +147,11 @@ class Judge:
 
     def _absolute(self, cases: Sequence[Case]) -> Judgement:
         tally = Tally()
-        verdicts = self.decide([ask(self.settings, _texts(case), [case.completion]) for case in cases], tally)
+        questions = []
+        for case in cases:
+            reference = {} if case.reference is None else {"reference": case.reference}
+            questions.append(ask(self.settings, {"question": case.question} | reference, [case.completion]))
+        verdicts = self.decide(questions, tally)
         notes = ["unjudged" if one is None else "manipulation" if one.manipulators else "" for one in verdicts]
         values = [0.0 if one is None or one.manipulators else one.value for one in verdicts]
         return _judgement(values, notes, tally)
@@ -205,10 +209,6 @@ def compared(cases: Sequence[Case], settings: JudgeConfig) -> list[tuple[int, in
                 other = members[(position + step) % len(members)]
                 pairs.add((min(one, other), max(one, other)))
     return sorted(pairs)
-
-
-def _texts(case: Case) -> dict[str, str]:
-    return {"question": case.question} | ({} if case.reference is None else {"reference": case.reference})
 
 
 def _judgement(scores: Sequence[float | None], notes: list[str], tally: Tally) -> Judgement:

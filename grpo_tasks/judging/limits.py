@@ -9,7 +9,6 @@ its share of the limits.
 """
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,25 +87,29 @@ class JudgeLimits:
     def _enter(self, cost: float) -> int | None:
         """The number of the row of a request; None while there is no room for it."""
         with self.store.writing() as base:
-            self._forget_ended(base)
+            # What a process had in flight that has ended counts no more.
+            for pid, born in base.execute("SELECT DISTINCT pid, born FROM sending").fetchall():
+                owner = ProcessIdentity(pid, born)
+                if owner != self._own and not owner.is_running():
+                    base.execute("DELETE FROM sending WHERE pid = ? AND born = ?", (pid, born))
             num, reserved = base.execute("SELECT COUNT(*), COALESCE(SUM(cost), 0.0) FROM sending").fetchone()
             if self.judge.max_cost is not None:
                 limit, spent = self.judge.max_cost * self._share, self.store.spent()
                 if spent + reserved + cost > limit:
                     if num == 0:
-                        raise self._too_expensive(spent, cost, limit)
+                        raise JudgeUnavailableError(
+                            f"the judge {self.judge.model} may not be asked: {spent:.4g} is spent, the next request may cost "
+                            f"{cost:.4g}, and judge.max_cost is {limit:g}" + " on this machine" * (self._share != 1.0),
+                            place=str(self.judge.cache),
+                            fix="raise judge.max_cost and start the same command again: the stage resumes, and verdicts so far "
+                            "are kept",
+                        )
                     # What is in flight may cost less than expected.
                     return None
             if num >= self.concurrency:
                 return None
             row = (cost, self._own.pid, self._own.born)
             return base.execute("INSERT INTO sending (cost, pid, born) VALUES (?, ?, ?)", row).lastrowid
-
-    def _forget_ended(self, base: sqlite3.Connection) -> None:
-        for pid, born in base.execute("SELECT DISTINCT pid, born FROM sending").fetchall():
-            owner = ProcessIdentity(pid, born)
-            if owner != self._own and not owner.is_running():
-                base.execute("DELETE FROM sending WHERE pid = ? AND born = ?", (pid, born))
 
     def _next_slot(self, interval_s: float) -> float:
         """Take the next slot and return 0, or return the seconds until it."""
@@ -119,11 +122,3 @@ class JudgeLimits:
             base.execute("DELETE FROM paced")
             base.execute("INSERT INTO paced VALUES (?)", (now,))
             return 0.0
-
-    def _too_expensive(self, spent: float, cost: float, limit: float) -> JudgeUnavailableError:
-        return JudgeUnavailableError(
-            f"the judge {self.judge.model} may not be asked: {spent:.4g} is spent, the next request may cost {cost:.4g}, and "
-            f"judge.max_cost is {limit:g}" + ("" if self._share == 1.0 else " on this machine"),
-            place=str(self.judge.cache),
-            fix="raise judge.max_cost and start the same command again: the stage resumes, and verdicts so far are kept",
-        )

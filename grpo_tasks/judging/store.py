@@ -73,7 +73,9 @@ class VerdictStore:
 
     def add(self, entry: Entry) -> None:
         """Record a reply."""
-        values = (entry.key, time.time(), entry.model, entry.vote, json.dumps(entry.messages), _storable(entry.reply))
+        # SQLite takes no lone surrogates.
+        reply = entry.reply.encode(errors="backslashreplace").decode()
+        values = (entry.key, time.time(), entry.model, entry.vote, json.dumps(entry.messages), reply)
         counts = (entry.problem, entry.prompt_tokens, entry.completion_tokens, entry.cost)
         with self._lock:
             self._base.execute(
@@ -106,7 +108,3 @@ class VerdictStore:
         """Close the file."""
         with self._lock:
             self._base.close()
-
-
-def _storable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()

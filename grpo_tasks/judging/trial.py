@@ -7,10 +7,11 @@ gold pairs (question, better, worse)
   cost         of a completion, from the requests of the trial
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
@@ -32,6 +33,9 @@ class GoldPair:
     better: str
     worse: str
     reference: str | None = None
+
+
+_PAIR = TypeAdapter(GoldPair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +68,22 @@ def read_gold(path: Path) -> list[GoldPair]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the gold pairs cannot be read: {error}", place=str(path), fix="name a JSONL file") from error
-    pairs = [_pair(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            pairs += [_PAIR.validate_json(line, strict=True)] if line.strip() else []
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"the line is no gold pair: {' '.join(map(str, first['loc']))}: {first['msg']}"[:300],
+                place=f"{path}:{number}",
+                fix="write an object with the texts question, better and worse, and reference if you use one",
+            ) from error
     if not pairs:
         raise ConfigError(
             "there is no gold pair", place=str(path), fix='write {"question": ..., "better": ..., "worse": ...} lines'
         )
     return pairs
-
-
-def _pair(line: str, place: str) -> GoldPair:
-    fix = "write an object with the texts question, better and worse, and reference if you use one"
-    try:
-        found = json.loads(line)
-        pair = GoldPair(found["question"], found["better"], found["worse"], found.get("reference"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"the line is no gold pair: {type(error).__name__}: {error}"[:300], place=place, fix=fix) from error
-    if not all(isinstance(text, str) for text in (pair.question, pair.better, pair.worse, pair.reference or "")):
-        raise ConfigError("a value of the gold pair is no text", place=place, fix=fix)
-    return pair
 
 
 def try_judge(settings: JudgeConfig, pairs: Sequence[GoldPair]) -> Trial:

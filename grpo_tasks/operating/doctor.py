@@ -4,17 +4,16 @@ Leaves nothing behind: a small file is written to the store of artifacts, read a
 servers, judges) is not asked.
 """
 
-import base64
 import os
 import platform
 import shutil
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
+
+import httpx
 
 from grpo_tasks.operating.servers import Stack
 from grpo_tasks.running.prefect_server import PrefectServer, configured_server
@@ -121,7 +120,6 @@ def _mlflow() -> Iterator[Finding]:
         yield from _mlflow_here(uri)
         return
     url = uri.rstrip("/")
-    login = ":".join(os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD")).strip(":")
     # Here, because it imports MLflow.
     from grpo_tasks.tracking.store import check_store
 
@@ -132,12 +130,17 @@ def _mlflow() -> Iterator[Finding]:
         yield Finding("MLflow server", _line(error), False)
         return
     file = f"{url}/api/2.0/mlflow-artifacts/artifacts/grpo-doctor-{uuid4().hex}.txt"
+    user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
+    # A password in the address counts where no variable names one.
+    auth = (user, password or "") if user else None
+    headers = {"Authorization": f"Bearer {token}"} if token and not user else {}
     try:
-        _request(file, "PUT", _PROBE, login)
-        same = _request(file, "GET", None, login) == _PROBE
-        _request(file, "DELETE", None, login)
+        with httpx.Client(auth=auth, headers=headers, timeout=5.0) as store:
+            store.put(file, content=_PROBE).raise_for_status()
+            same = store.get(file).raise_for_status().content == _PROBE
+            store.delete(file).raise_for_status()
         yield Finding("MLflow artifacts", _stored(same), same)
-    except (OSError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         yield Finding("MLflow artifacts", hide(f"the store does not take and return a file: {error}"), False)
 
 
@@ -190,17 +193,3 @@ def _of_stack(variable: str) -> str | None:
 
 def _line(error: UserError) -> str:
     return " ".join(f"{error.place}: {error.message}; fix: {error.fix}".split())
-
-
-def _request(url: str, method: str, data: bytes | None, login: str) -> bytes:
-    parts = urlsplit(url)
-    login = login or ":".join(filter(None, [parts.username, parts.password]))
-    plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    headers = {"Content-Type": "application/json"}
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        headers["Authorization"] = f"Bearer {token}"
-    if login:
-        headers["Authorization"] = "Basic " + base64.b64encode(unquote(login).encode()).decode()
-    request = urllib.request.Request(plain, data=data, headers=headers, method=method)  # noqa: S310 - the user's own server
-    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
-        return bytes(answer.read())

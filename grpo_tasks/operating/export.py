@@ -99,27 +99,23 @@ def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
         lineage = lineage_of(reference, tracking)
         place = f"config.yaml of run {lineage.run_id}"
         link = Link(lineage, check_recorded(recorded_config(lineage, tracking), place=place).model)
-        _refuse_unsuitable(link)
+        fix = f"serve the complete model: grpo download {link.version} DIR"
+        if link.model.lora is None:
+            raise ModelError(
+                f"{link.version} was trained in full (model.lora: null): what it learned is no product of low-rank matrices, so "
+                "no adapter holds it",
+                place="model.lora",
+                fix=fix,
+            )
+        if link.model.added_tokens:
+            raise ModelError(
+                f"{link.version} has tokens of its own (model.added_tokens), and vLLM loads no adapter with rows of tokens",
+                place="model.added_tokens",
+                fix=fix,
+            )
         links.insert(0, link)
         reference = _parent(link.model.path, tracking)
     return links
-
-
-def _refuse_unsuitable(link: Link) -> None:
-    fix = f"serve the complete model: grpo download {link.version} DIR"
-    if link.model.lora is None:
-        raise ModelError(
-            f"{link.version} was trained in full (model.lora: null): what it learned is no product of low-rank matrices, so no "
-            "adapter holds it",
-            place="model.lora",
-            fix=fix,
-        )
-    if link.model.added_tokens:
-        raise ModelError(
-            f"{link.version} has tokens of its own (model.added_tokens), and vLLM loads no adapter with rows of tokens",
-            place="model.added_tokens",
-            fix=fix,
-        )
 
 
 def _parent(path: str, tracking: TrackingConfig) -> str:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tasks.sweeping.grid import make_grid
-from grpo_tasks.web.bearer_key import is_allowed
-from grpo_tasks.web.same_origin import App, Message, Receive, Send
+from grpo_tasks.web.request_guard import App, Message, Receive, Send, has_password
 from schemas.config.load import PRESETS, form_faults, load_config
 from schemas.errors import ConfigError
 
@@ -42,7 +41,7 @@ class FormCheck:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer 409 with every bad field, or pass the request to the app."""
         ours = scope["type"] == "http" and scope["method"] == "POST" and _CREATE.fullmatch(scope["path"])
-        if not ours or not is_allowed(scope, self._password):
+        if not ours or not has_password(scope, self._password):
             await self.app(scope, receive, send)
             return
         messages: list[Message] = []

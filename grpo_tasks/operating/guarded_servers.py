@@ -11,7 +11,7 @@ import os
 from importlib import import_module
 
 from grpo_tasks.operating.form_check import FormCheck
-from grpo_tasks.web.same_origin import LOOPBACK, SameOrigin, further_hosts
+from grpo_tasks.web.request_guard import LOOPBACK, SameOrigin, further_hosts
 
 
 def mlflow_app() -> SameOrigin:

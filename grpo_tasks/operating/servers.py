@@ -12,9 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -39,6 +36,7 @@ from grpo_tasks.operating.commands import (
 )
 from grpo_tasks.operating.form_check import WORKDIR
 from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity
+from grpo_tasks.processes.serve import wait_until_up
 from grpo_tasks.processes.signals import undisturbed
 from schemas.errors import UserError
 
@@ -110,42 +108,64 @@ class Stack:
             UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
         """
         self.folder.mkdir(exist_ok=True)
-        # Another `grpo up` waits here until the servers of this one are recorded, and then reports them.
-        with self._stopped_on_failure(), self._locked():
-            runs, begun = bool(self.running()), self._was_interrupted()
-            at = None
-            if not runs:
-                at = self._start_servers(prefect_port, mlflow_port, postgres)
-            elif begun:
-                at = self._complete(postgres)
-        if at is None:
-            return self._restart_ended(postgres)
-        with self._stopped_on_failure():
+        begins = False
+        try:
+            # Another `grpo up` waits here until the servers of this one are recorded, and then reports them.
+            with self._locked():
+                begins = not self.running() or self._was_interrupted()
+                at = self._start_missing(prefect_port, mlflow_port, postgres, begins=begins)
             self._wait_for(f"{at.prefect}/api/health", PREFECT)
             self._wait_for(f"{at.mlflow}/health", MLFLOW)
-            self._deploy(at, deploy_file)
-            with self._locked():
-                # As it is by now: another command may have stopped everything, or started something again.
-                self.check()
-                self._processes = {recorded.name: recorded for recorded in self._recorded()}
-                for name in [*(f"worker {number}" for number in range(1, workers + 1)), *([SUPERVISOR] if supervised else [])]:
-                    if name not in self.running():
+            if begins:
+                self._deploy(at, deploy_file)
+                with self._locked():
+                    # As it is by now: another command may have stopped everything, or started something again.
+                    self.check()
+                    self._processes = self._recorded()
+                    names = [f"worker {number}" for number in range(1, workers + 1)] + [SUPERVISOR] * supervised
+                    for name in [name for name in names if name not in self.running()]:
                         self._spawn(name, at, postgres)
-                (self.folder / STARTING).unlink(missing_ok=True)
+                    (self.folder / STARTING).unlink(missing_ok=True)
+        except BaseException:
+            if begins and self._spawned:
+                self.stop()
+            raise
         return at
 
-    def _start_servers(self, prefect_port: int, mlflow_port: int, postgres: str | None) -> Addresses:
-        prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
-        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
-        (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
-        self._note_start()
-        self._spawn(PREFECT, at, postgres)
-        self._spawn(MLFLOW, at, postgres)
+    def _start_missing(self, prefect_port: int, mlflow_port: int, postgres: str | None, *, begins: bool) -> Addresses:
+        """Start both servers, or what has ended of a stack that runs or whose start was interrupted."""
+        running, recorded = self.running(), self._recorded()
+        if running:
+            at, self._processes = self.addresses(), recorded
+            missing = [name for name in dict.fromkeys((PREFECT, MLFLOW, *recorded)) if name not in running]
+            if not missing and not begins:
+                raise UserError(
+                    f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
+                    place=str(self.folder / STATE),
+                    fix="use it, or stop it with grpo down",
+                )
+            if at.postgres != bool(postgres):
+                keeps = "keeps" if at.postgres else "does not keep"
+                raise UserError(
+                    f"{', '.join(missing) or 'a start'} had ended, and this stack {keeps} its tables in PostgreSQL",
+                    place=str(self.folder / ADDRESSES),
+                    fix=f"repeat the command {'with' if at.postgres else 'without'} {VARIABLE}",
+                )
+            if begins:
+                self._report("an earlier start was interrupted; completing it")
+        else:
+            prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
+            at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
+            (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
+            self._processes, missing = {}, [PREFECT, MLFLOW]
+        if begins:
+            (self.folder / STARTING).write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
+        for name in missing:
+            if name in self._processes:
+                self._start_again(self._processes[name], at, postgres)
+            else:
+                self._spawn(name, at, postgres)
         return at
-
-    def _note_start(self) -> None:
-        """Record that this process starts the stack, until everything runs."""
-        (self.folder / STARTING).write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
 
     def _was_interrupted(self) -> bool:
         """Whether the command that started the stack ended before it had started everything."""
@@ -157,51 +177,43 @@ class Stack:
             # It was killed while it wrote the file.
             return True
 
-    def _complete(self, postgres: str | None) -> Addresses:
-        """Start again the servers that have ended since an earlier command was killed while it started the stack."""
-        at, self._processes = self.addresses(), {recorded.name: recorded for recorded in self._recorded()}
-        self._report("an earlier start was interrupted; completing it")
-        self._note_start()
-        servers = [name for name in (PREFECT, MLFLOW) if name not in self.running()]
-        self._require_same_tables(at, servers, postgres)
-        for name in servers:
-            if name in self._processes:
-                _end_leftovers(self._processes[name])
-            self._spawn(name, at, postgres)
-        return at
-
     def stop(self) -> list[str]:
         """Stop every recorded process, the last one started first; returns the names of those that were running."""
         if not (self.folder / STATE).exists():
             return []
-        # Before the lock: it may be restarting something, and needs the lock for that.
-        supervised = self._stop_supervisor()
+        stopped = []
+        # Before the lock, which it may need to restart something; alone, because its children are stopped in order.
+        if (supervisor := self._recorded().get(SUPERVISOR)) and (process := supervisor.process()):
+            _end(process, [process])
+            stopped.append(SUPERVISOR)
         with self._locked():
-            found = [(recorded, process) for recorded in reversed(self._recorded()) if (process := recorded.process())]
-            for _, process in found:
-                _stop_tree(process)
-            for recorded in self._recorded():
-                _end_leftovers(recorded)
+            for name, each in reversed(self._recorded().items()):
+                if process := each.process():
+                    stopped.append(name)
+                    with suppress(psutil.NoSuchProcess):
+                        _end(process, [*process.children(recursive=True), process])
+            for each in self._recorded().values():
+                _end_leftovers(each)
             for spawned in self._spawned:
                 spawned.wait()
             for name in (STATE, STARTING):
                 (self.folder / name).unlink(missing_ok=True)
-        return [*supervised, *(recorded.name for recorded, _ in found)]
+        return stopped
 
     def running(self) -> list[str]:
         """Names of the recorded processes that run."""
-        return [recorded.name for recorded in self._recorded() if recorded.process()]
+        return [name for name, each in self._recorded().items() if each.process()]
 
     def ended(self) -> list[str] | None:
         """Names of the servers and workers that have ended; None when `stop` has stopped the stack."""
         recorded = self._recorded()
-        return [each.name for each in recorded if each.name != SUPERVISOR and not each.process()] if recorded else None
+        return [name for name, each in recorded.items() if name != SUPERVISOR and not each.process()] if recorded else None
 
     def restart(self, name: str, postgres: str | None) -> bool:
         """Start a recorded process again, unless it runs or the stack has been stopped meanwhile."""
         self._spawned = [spawned for spawned in self._spawned if spawned.poll() is None]
         with self._locked():
-            self._processes = {recorded.name: recorded for recorded in self._recorded()}
+            self._processes = self._recorded()
             recorded = self._processes.get(name)
             if recorded is None or recorded.process():
                 return False
@@ -221,9 +233,9 @@ class Stack:
         known = self._recorded()
         if not known:
             raise UserError("grpo down has stopped the servers meanwhile", place=str(self.folder), fix="grpo up")
-        for recorded in known:
+        for name, recorded in known.items():
             if recorded.process() is None:
-                raise UserError(f"the {recorded.name} has ended", place=str(self._log(recorded.name)), fix="see its log")
+                raise UserError(f"the {name} has ended", place=str(self._log(name)), fix="see its log")
 
     def _port_for(self, name: str, wanted: int) -> int:
         port = free_port(wanted)
@@ -231,48 +243,10 @@ class Stack:
             self._report(f"port {wanted} is in use by another program; the {name} uses {port}")
         return port
 
-    def _restart_ended(self, postgres: str | None) -> Addresses:
-        with self._locked():
-            at = self._restart_all_ended(postgres)
-        self._wait_for(f"{at.prefect}/api/health", PREFECT)
-        self._wait_for(f"{at.mlflow}/health", MLFLOW)
-        return at
-
-    def _restart_all_ended(self, postgres: str | None) -> Addresses:
-        at, self._processes = self.addresses(), {recorded.name: recorded for recorded in self._recorded()}
-        ended = [name for name, recorded in self._processes.items() if not recorded.process()]
-        if not ended:
-            raise UserError(
-                f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
-                place=str(self.folder / STATE),
-                fix="use it, or stop it with grpo down",
-            )
-        self._require_same_tables(at, ended, postgres)
-        for name in ended:
-            self._start_again(self._processes[name], at, postgres)
-        return at
-
-    def _require_same_tables(self, at: Addresses, ended: list[str], postgres: str | None) -> None:
-        if at.postgres != bool(postgres):
-            keeps = "keeps" if at.postgres else "does not keep"
-            raise UserError(
-                f"{', '.join(ended) or 'a start'} had ended, and this stack {keeps} its tables in PostgreSQL",
-                place=str(self.folder / ADDRESSES),
-                fix=f"repeat the command {'with' if at.postgres else 'without'} {VARIABLE}",
-            )
-
     def _start_again(self, recorded: StackProcess, at: Addresses, postgres: str | None) -> None:
         self._report(f"the {recorded.name} had ended; starting it again (log: {self._log(recorded.name)})")
         _end_leftovers(recorded)
         self._spawn(recorded.name, at, postgres)
-
-    def _stop_supervisor(self) -> list[str]:
-        """End the supervisor alone: what it has started again are its children, and `stop` stops those in order."""
-        for recorded in self._recorded():
-            if recorded.name == SUPERVISOR and (process := recorded.process()):
-                _end(process, [process])
-                return [SUPERVISOR]
-        return []
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -281,20 +255,17 @@ class Stack:
             yield
 
     def _command(self, name: str, at: Addresses, postgres: str | None) -> tuple[list[str], dict[str, str]]:
+        own = {WORKDIR: str(self.workdir)}
         if name == PREFECT:
-            port = _port(at.prefect)
-            return prefect_command(port), prefect_environment(port, postgres) | self._own
+            port = int(at.prefect.rpartition(":")[2])
+            return prefect_command(port), prefect_environment(port, postgres) | own
         if name == MLFLOW:
-            return mlflow_command(_port(at.mlflow)), mlflow_environment(postgres)
+            return mlflow_command(int(at.mlflow.rpartition(":")[2])), mlflow_environment(postgres)
         if name == SUPERVISOR:
             # The address holds a password, and every user can read the arguments of a process.
             return ["grpo_tasks.operating.supervision", str(self.workdir)], {VARIABLE: postgres} if postgres else {}
         worker = f"{socket.gethostname()}-{name.removeprefix('worker ')}"
-        return worker_command(worker), at.environment | self._own
-
-    @property
-    def _own(self) -> dict[str, str]:
-        return {WORKDIR: str(self.workdir)}
+        return worker_command(worker), at.environment | own
 
     def _spawn(self, name: str, at: Addresses, postgres: str | None) -> None:
         command, environment = self._command(name, at, postgres)
@@ -330,23 +301,16 @@ class Stack:
 
     def _wait_for(self, url: str, name: str) -> None:
         self._report(f"waiting for the {name}")
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
-            self.check()
-            with (
-                suppress(urllib.error.URLError, OSError),
-                urllib.request.urlopen(url, timeout=2) as answer,  # noqa: S310 - our own address on the loopback
-            ):
-                if answer.status == 200 and self._listens(name, url):
-                    return
-            time.sleep(0.3)
-        raise UserError(f"the {name} did not answer within {START_LIMIT_S:.0f} s", place=str(self._log(name)), fix="grpo doctor")
+        if not wait_until_up(url, START_LIMIT_S, is_ours=lambda: self._listens(name, url)):
+            limit = f"the {name} did not answer within {START_LIMIT_S:.0f} s"
+            raise UserError(limit, place=str(self._log(name)), fix="grpo doctor")
 
     def _listens(self, name: str, url: str) -> bool:
         """Whether the server that answers at `url` is ours: that of another folder may have taken the port meanwhile."""
-        port, [recorded] = urlsplit(url).port, [each for each in self._recorded() if each.name == name]
+        self.check()
+        port = urlsplit(url).port
         try:
-            server = psutil.Process(recorded.pid)
+            server = psutil.Process(self._recorded()[name].pid)
             for process in (server, *server.children(recursive=True)):
                 if any(one.laddr.port == port for one in process.net_connections() if one.status == psutil.CONN_LISTEN):
                     return True
@@ -357,21 +321,13 @@ class Stack:
             return True
         return False
 
-    @contextmanager
-    def _stopped_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._spawned:
-                self.stop()
-            raise
-
-    def _recorded(self) -> list[StackProcess]:
+    def _recorded(self) -> dict[str, StackProcess]:
         state = self.folder / STATE
         if not state.exists():
-            return []
+            return {}
         try:
-            return [StackProcess(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))]
+            found = [StackProcess(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))]
+            return {each.name: each for each in found}
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"the record of the running servers is damaged: {error}",
@@ -381,19 +337,6 @@ class Stack:
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name.lower().replace(' ', '-')}.log"
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
-
-
-def _stop_tree(process: psutil.Process) -> None:
-    """Stop a process and all its descendants: SIGTERM to the process, after a while SIGKILL to what is left."""
-    try:
-        family = [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return
-    _end(process, family)
 
 
 def _end_leftovers(recorded: StackProcess) -> None:

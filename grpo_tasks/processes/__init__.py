@@ -3,7 +3,7 @@
 child.py              run_module: `python -m MODULE DIRECTORY` for a step; forks from fork_server.py
 entry.py              run_child: the other end of it, with the file names in DIRECTORY
 lifetime.py           a child dies with its parent, however the parent ends; a process by its pid and start time
-server_supervisor.py  a server (vLLM) with everything it starts, as one process group
+serve.py              a server (vLLM, Prefect's) with everything it starts, as one process group; wait until it answers
 worker_process.py     a process that runs a user's functions, under worker_supervisor.py, which limits and cleans up
 framing.py, link.py   requests and replies between a trainer and such a process, every wait with a deadline
 ports.py              free ports

@@ -14,7 +14,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -26,13 +26,11 @@ from jaxtyping import Float
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.kit.share import Pool
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.sharded import sampling_copy
-from grpo_tasks.replicas.client import Client, UnknownError
-from grpo_tasks.replicas.delivery import deliver, withdraw
-from grpo_tasks.replicas.pool import Pool, PoolLimits
 from grpo_tasks.rollout.calibration import (
     NAMINGS,
     Shifted,
@@ -53,6 +51,7 @@ from grpo_tasks.rollout.probe import (
     probe_logps,
     shift_fault,
 )
+from grpo_tasks.rollout.server_client import Client, UnknownError, deliver, withdraw
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
 from schemas.config.rollout import VllmConfig
@@ -80,14 +79,6 @@ class Weights:
     def num_bytes(self) -> int:
         """Size of the files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Calibration weights as the servers get them, and what they change in the trainer's probe."""
-
-    weights: Weights
-    shifted: Shifted
 
 
 class VllmSampler:
@@ -126,15 +117,17 @@ class VllmSampler:
         self._named: dict[str, Path] = {}
         """Folders of weights whose keys have these names, by the weights' names."""
         self._lock = Lock()
-        limits = PoolLimits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
-        self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
+        self.pool = Pool(
+            servers,
+            concurrency=config.concurrency,
+            admit=lambda server: self._hand_over(server, self._present),
+            repair=self._repair,
+            max_failures=config.max_restarts,
+            patience_s=config.patience_s,
+        )
 
     def sync(self) -> None:
-        """Load the adapter into the servers.
-
-        Raises:
-            RolloutError: no server took it.
-        """
+        """Load the adapter into the servers; raises RolloutError when none took it."""
         self.pool.refresh()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -159,18 +152,17 @@ class VllmSampler:
 
     def report(self) -> EngineReport:
         """Figures and events of the pool since the last report."""
-        return EngineReport(self.pool.take_figures(), tuple(self.pool.take_events()))
+        return EngineReport(*self.pool.take_report())
 
     def close(self) -> None:
         """Unload the adapter; the servers may keep running."""
-        self.pool.close()
         for server in self.pool.serving:
             # A server that is gone has nothing to unload, and all completions have been delivered.
             with suppress(ServerGoneError):
                 self._unload(server, keep=None)
-        for server in self.pool.servers:
+        for replica in self.pool.replicas:
             # It has shown how it takes over the keys of this policy; another policy may have others.
-            server.calibrated = None
+            replica.server.calibrated = None
         self._client.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -218,10 +210,6 @@ class VllmSampler:
     def _model(self, server: VllmServer) -> str:
         return server.base if self._present is None or self._merged else self._present.name
 
-    def _admit(self, server: VllmServer) -> None:
-        # Read once: `load` may replace them while this server still receives them.
-        self._hand_over(server, self._present)
-
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
         """Load weights into a server that has shown that it takes weights over; nothing to do for one that has them."""
         if server.asleep:
@@ -264,11 +252,7 @@ class VllmSampler:
             return self._named[weights.name]
 
     def _calibrate(self, server: VllmServer, weights: Weights) -> None:
-        """Find out whether a server takes over an adapter with these keys, and under which names.
-
-        Raises:
-            RolloutError: it takes it over under none.
-        """
+        """Find out whether a server takes over an adapter with these keys, and under which names; RolloutError: under none."""
         base = self._probe(server, server.base)
         with self._lock:
             like = Weights(f"{self._run}-calibration", self._scratch / "calibration")
@@ -285,32 +269,24 @@ class VllmSampler:
     def _find_naming(
         self, server: VllmServer, calibration: Weights, fault_of: Callable[[Float[torch.Tensor, " T"]], str | None]
     ) -> None:
-        """Let a server load calibration weights under the names that others have proved, or else under one after the other.
-
-        Raises:
-            RolloutError: it does not take them over.
-        """
+        """Let a server load calibration weights under the names that others have proved, or else under one after the other."""
         faults: list[str] = []
-        if self._known:
-            faults = self._try(server, calibration, self._naming, fault_of)
-        else:
-            # One server after the other until one has proved a naming: they serve the same model.
-            with self._lock:
-                likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
-                # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
-                for naming in likely[:1] if self._merged else likely:
-                    found = self._try(server, calibration, naming, fault_of)
-                    if not found:
-                        self._naming, self._known, faults = naming, True, []
-                        break
-                    faults += found
-        if faults:
-            raise RolloutError(
-                f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
-                place=server.address,
-                fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
-                "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
-            )
+        # One server after the other until one has proved a naming: they serve the same model.
+        with nullcontext() if self._known else self._lock:
+            likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
+            # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
+            for naming in likely[:1] if self._merged else likely:
+                fault = self._try(server, calibration, naming, fault_of)
+                if fault is None:
+                    self._naming, self._known = naming, True
+                    return
+                faults.append(fault)
+        raise RolloutError(
+            f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
+            place=server.address,
+            fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
+            "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
+        )
 
     def _try(
         self,
@@ -318,7 +294,7 @@ class VllmSampler:
         calibration: Weights,
         naming: str | None,
         fault_of: Callable[[Float[torch.Tensor, " T"]], str | None],
-    ) -> list[str]:
+    ) -> str | None:
         """What is wrong with what a server makes of calibration weights under a naming; it unloads them again."""
         number = NAMINGS.index(naming)
         weights = replace(calibration, name=f"{calibration.name}-{number}")
@@ -328,12 +304,11 @@ class VllmSampler:
             rename_keys(folder, naming)
         try:
             self._load(server, weights, folder)
-            fault = fault_of(self._probe(server, server.base if self._merged else weights.name))
-            return [] if fault is None else [fault]
+            return fault_of(self._probe(server, server.base if self._merged else weights.name))
         except ServerGoneError:
             raise
         except RolloutError as refusal:
-            return [refusal.message]
+            return refusal.message
         finally:
             if weights.name in server.loaded:
                 with suppress(ServerGoneError):
@@ -365,9 +340,10 @@ class VllmSampler:
             withdraw(self._client, server.receiver, name)
         server.loaded.discard(name)
 
-    def _healthy(self, server: VllmServer) -> bool:
+    def _repair(self, server: VllmServer) -> None:
         server.stale = True
-        return self._client.healthy(server.address)
+        if not self._client.healthy(server.address):
+            server.restart()
 
     def _post(self, server: VllmServer, path: str, body: dict[str, Any]) -> Any:
         sampled = path == COMPLETIONS
@@ -411,7 +387,8 @@ class VllmEngine(VllmSampler):
         self._ids = probe_ids(config.max_model_len, getattr(policy.config.get_text_config(), "max_position_embeddings", None))
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._untied, self._shared = untied, shared
-        self._calibration: Calibration | None = None
+        self._calibration: tuple[Weights, Shifted] | None = None
+        """Calibration weights as the servers get them, and what they change in the trainer's probe."""
         self._sync_s = 0.0
         trained = not untied and merged and _trains_embeddings(policy)
         if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
@@ -434,11 +411,7 @@ class VllmEngine(VllmSampler):
         shutil.rmtree(weights, ignore_errors=True)
 
     def sync(self) -> None:
-        """Load the policy's current weights into the servers.
-
-        Raises:
-            RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
-        """
+        """Load the policy's current weights into the servers; see `load`."""
         self.load(self.prepare())
 
     def prepare(self) -> Weights:
@@ -447,7 +420,7 @@ class VllmEngine(VllmSampler):
         if self._calibration is None:
             with calibrated(self._policy, self._ids, self._dtype) as shifted:
                 # Kept to the end, for servers that are restarted or join later.
-                self._calibration = Calibration(self._saved("calibration"), shifted)
+                self._calibration = self._saved("calibration"), shifted
         return replace(self._saved(f"{self._version:06d}"), seconds=time.perf_counter() - began)
 
     def _saved(self, name: str) -> Weights:
@@ -470,8 +443,8 @@ class VllmEngine(VllmSampler):
         """
         began, before = time.perf_counter(), self._present
         self._present = weights
-        for server in self.pool.servers:
-            server.bytes_taken = 0
+        for replica in self.pool.replicas:
+            replica.server.bytes_taken = 0
         if any(server.asleep for server in self.pool.serving):
             self._make_room()
         self.pool.refresh()
@@ -484,7 +457,7 @@ class VllmEngine(VllmSampler):
     def report(self) -> EngineReport:
         """Figures and events of the pool and of the last load."""
         report = super().report()
-        taken = sum(server.bytes_taken for server in self.pool.servers)
+        taken = sum(replica.server.bytes_taken for replica in self.pool.replicas)
         return EngineReport(report.figures | {SYNC_TIME: self._sync_s, SYNC_BYTES: float(taken)}, report.events)
 
     def close(self) -> None:
@@ -522,7 +495,9 @@ class VllmEngine(VllmSampler):
             RolloutError: its base is another model, or it shows another shift or none.
         """
         assert self._calibration is not None
-        wanted, dtype = self._calibration.shifted, self._dtype
+        (calibration, wanted), dtype = self._calibration, self._dtype
+        assert calibration.logps is not None
+        shift = calibration.logps - wanted.base
         base = self._probe(server, server.base)
         difference = float((base - wanted.base).abs().mean())
         noise = noise_of(base, wanted.base, dtype)
@@ -538,14 +513,10 @@ class VllmEngine(VllmSampler):
             )
 
         def fault(found: Float[torch.Tensor, " T"]) -> str | None:
-            calibration = self._calibration
-            assert calibration is not None
-            assert calibration.weights.logps is not None
-            shift = calibration.weights.logps - wanted.base
             return shift_fault(found - base, shift, noise=noise, share=CALIBRATION_SHARE[dtype])
 
         if not (self._merged and self._shared):
-            self._find_naming(server, self._calibration.weights, fault)
+            self._find_naming(server, calibration, fault)
         server.calibrated = Calibrated(base, noise)
 
     def _check(self, server: VllmServer, weights: Weights) -> None:
@@ -557,9 +528,8 @@ class VllmEngine(VllmSampler):
         assert server.calibrated is not None
         assert weights.logps is not None
         found = self._probe(server, server.base if self._merged else weights.name) - server.calibrated.base
-        wanted = weights.logps - self._calibration.shifted.base
-        fault = shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE)
-        if fault is not None:
+        wanted = weights.logps - self._calibration[1].base
+        if fault := shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE):
             raise RolloutError(
                 f"the server does not serve the trainer's policy: {fault}",
                 place=server.address,

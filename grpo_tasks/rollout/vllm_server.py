@@ -7,8 +7,6 @@ server is a command, an address and a log file.
 import logging
 import os
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -20,8 +18,8 @@ import httpx
 import torch
 from jaxtyping import Float
 
-from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.processes.serve import start_server, tail, wait_until_up
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
@@ -41,7 +39,6 @@ ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
 """Environment variable in which the middleware finds further host names that the server answers to."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
-LOG_SHOWN = 15
 BASE = "base"
 """Name of the model without an adapter on the servers started here."""
 log = logging.getLogger(__name__)
@@ -103,24 +100,14 @@ class VllmServer:
         """Find out what it serves, after it was away; nothing to find out about one that was started here."""
 
     def restart(self) -> None:
-        """Start it again.
-
-        Raises:
-            RolloutError: always for a server that was not started here; otherwise, if it does not come up.
-        """
+        """Start it again; raises RolloutError where that fails, and always for a server that was not started here."""
         raise RolloutError(
             "the server does not answer", place=self.address, fix="restart it and repeat the command; the stage resumes"
         )
 
 
 class ForeignServer(VllmServer):
-    """A server of `base_urls`.
-
-    Args:
-        address: where it listens.
-        adapters: True if adapters will be loaded, False if complete weights.
-        receiver: see `VllmServer`.
-    """
+    """A server of `base_urls`, into which adapters or complete weights will be loaded."""
 
     def __init__(self, address: str, *, adapters: bool, receiver: str | None = None) -> None:
         super().__init__(address)
@@ -155,26 +142,22 @@ class ForeignServer(VllmServer):
                 place=self.address,
                 fix=f"start it with {start}" + " and --enable-lora" * self._adapters,
             )
-        self._check_receiver()
+        if self.receiver is not None:
+            try:
+                answer = httpx.get(f"{self.receiver}/weights", headers=authorization(), timeout=10.0)
+            except httpx.TransportError as error:
+                raise ServerGoneError(
+                    f"no weights server answers: {error}", place=self.receiver, fix="start it with: grpo weights-server"
+                ) from error
+            if answer.status_code != httpx.codes.OK:
+                raise RolloutError(
+                    f"the weights server refuses us ({answer.status_code}): {answer.text[:300]}",
+                    place=self.receiver,
+                    fix="set VLLM_API_KEY to the same key here and there, and correct rollout.vllm.weights_urls",
+                )
         # Adapters are listed with the model they belong to as their parent.
         served = next(model for model in models["data"] if not model.get("parent"))
         self.base, self.model = served["id"], served.get("root")
-
-    def _check_receiver(self) -> None:
-        if self.receiver is None:
-            return
-        try:
-            answer = httpx.get(f"{self.receiver}/weights", headers=authorization(), timeout=10.0)
-        except httpx.TransportError as error:
-            raise ServerGoneError(
-                f"no weights server answers: {error}", place=self.receiver, fix="start it with: grpo weights-server"
-            ) from error
-        if answer.status_code != httpx.codes.OK:
-            raise RolloutError(
-                f"the weights server refuses us ({answer.status_code}): {answer.text[:300]}",
-                place=self.receiver,
-                fix="set VLLM_API_KEY to the same key here and there, and correct rollout.vllm.weights_urls",
-            )
 
 
 class OwnServer(VllmServer):
@@ -201,14 +184,10 @@ class OwnServer(VllmServer):
         self.model = str(served.model)
 
     def start(self) -> None:
-        """Start it and wait until it answers.
-
-        Raises:
-            RolloutError: it does not come up.
-        """
+        """Start it and wait until it answers; raises RolloutError if it does not."""
         # What other machines know by its address keeps it; here a new port cannot have been taken meanwhile.
         address = self.address if self.address and self._host != HOST else f"http://{self._host}:{free_port(self._host)}"
-        environment = os.environ | QUIET | LOADING_ADAPTERS | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        environment = os.environ | QUIET | LOADING_ADAPTERS | ({} if self._served.cuda else ON_CPU)
         if self._served.max_lora_rank is None or _sleeps(self._config, self._served):
             environment |= LOADING_WEIGHTS
         if self._host != HOST:
@@ -216,24 +195,28 @@ class OwnServer(VllmServer):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(GUARD)]))
         if self._device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._device
-        server = command(self._config, self._served, Path(self._config.python), address)
+        server, limit_s = command(self._config, self._served, address), self._config.start_timeout_s
         with self._lock, self._log.open("ab") as output:
             if self._ended:
                 raise RolloutError("the server was ended before it started", place=str(self._log))
-            self._supervisor = supervisor = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *server],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
+            self._supervisor = start_server(server, environment=environment, output=output)
         try:
-            _wait_until_up(address, supervisor, self._log, self._config.start_timeout_s)
+            if not wait_until_up(f"{address}/health", limit_s, is_ours=self._is_starting):
+                raise RolloutError(
+                    f"the vLLM server did not start within {limit_s:g} s; the end of its log:\n{tail(self._log)}",
+                    place=str(self._log),
+                    fix="raise rollout.vllm.start_timeout_s",
+                )
         except BaseException:
             self._stop()
             raise
         self.address = address
+
+    def _is_starting(self) -> bool:
+        if self.runs:
+            return True
+        stopped = f"the vLLM server stopped during its start; the end of its log:\n{tail(self._log)}"
+        raise RolloutError(stopped, place=str(self._log))
 
     @property
     def runs(self) -> bool:
@@ -313,11 +296,7 @@ def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
 
 
 def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, after a check that they can load weights. Those that do not answer yet may join later.
-
-    Args:
-        config: with `base_urls`.
-        adapters: True if adapters will be loaded, False if complete weights.
+    """The servers of `base_urls`, after a check that they can load adapters, or complete weights. Others may join later.
 
     Raises:
         RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
@@ -354,13 +333,13 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     return not cuda and not config.base_urls and model.quantization == "none" and model.dtype == "float32"
 
 
-def command(config: VllmConfig, served: ServerModel, python: Path, address: str) -> list[str]:
+def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
     """The command line that starts a server at an address such as http://127.0.0.1:8000."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", host, "--port", port]
-    flags += ["--middleware", "same_origin.SameOrigin"]
+    flags += ["--middleware", "request_guard.SameOrigin"]
     if host != HOST:
-        flags += ["--middleware", "bearer_key.BearerKey"]
+        flags += ["--middleware", "request_guard.BearerKey"]
     # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
     # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
@@ -378,7 +357,7 @@ def command(config: VllmConfig, served: ServerModel, python: Path, address: str)
         # loaded the previous ones are still there.
         at_once, loaded = str(served.num_adapters), str(2 * served.num_adapters)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", at_once, "--max-cpu-loras", loaded]
-    return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
+    return [str(Path(config.python)), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
 
 
 def _sleeps(config: VllmConfig, served: ServerModel) -> bool:
@@ -389,27 +368,3 @@ def authorization() -> dict[str, str]:
     """The header with the API key, if VLLM_API_KEY is set. Servers started here read the same variable and require the key."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _wait_until_up(address: str, supervisor: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if supervisor.poll() is not None:
-            raise RolloutError(f"the vLLM server stopped during its start; the end of its log:\n{tail(log)}", place=str(log))
-        try:
-            if httpx.get(f"{address}/health", timeout=2.0).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.3)
-    raise RolloutError(
-        f"the vLLM server did not start within {limit_s:g} s; the end of its log:\n{tail(log)}",
-        place=str(log),
-        fix="raise rollout.vllm.start_timeout_s",
-    )
-
-
-def tail(log: Path, lines: int = LOG_SHOWN) -> str:
-    """The last lines of a log, indented."""
-    text: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if log.exists() else []
-    return "\n".join(f"    {line}" for line in text)

@@ -26,8 +26,7 @@ from starlette.routing import Route
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.processes.lifetime import die_with_parent
-from grpo_tasks.web.bearer_key import BearerKey
-from grpo_tasks.web.same_origin import LOOPBACK, App, SameOrigin
+from grpo_tasks.web.request_guard import LOOPBACK, App, BearerKey, SameOrigin
 from schemas.errors import UserError
 
 DAMAGED, FULL = 500, 507

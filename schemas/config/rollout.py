@@ -48,7 +48,7 @@ class VllmConfig(Section):
     """Release the server's GPU memory while the policy trains, for one GPU that server and trainer share."""
     replicas: ServerDetails[int] = Field(1, ge=1, le=MOST_PROCESSES)
     """Number of servers to start. Each process of a stage has one queue for all of them: the least loaded server takes the next
-    group. One that fails or lags is left out, and others sample its requests."""
+    group. One that fails or does not answer in time is left out, and others sample its requests."""
     devices: ServerDetails[list[str]] = Field(default_factory=list)
     """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: one server
     uses the cards of the trainer; several servers get cards of their own, the last ones."""
@@ -61,10 +61,10 @@ class VllmConfig(Section):
     start_timeout_s: ServerDetails[float] = Field(600.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds for the start of a server."""
     request_timeout_s: ServerDetails[float] = Field(300.0, gt=0.0, le=LONGEST_S)
-    """Time limit in seconds of one request."""
+    """Time limit in seconds of one request. A server that exceeds it is examined, and others sample its requests."""
     concurrency: ServerDetails[int] = Field(64, ge=1, le=MOST_COMPLETIONS)
     """Highest number of concurrent requests of one server, divided among the processes of a stage (at least 1 for each). A
-    server that does not answer in time, or answers 429 or 503, gets half as many; answered requests raise the number again."""
+    server that answers 429 or 503 rests for a while, and then gets one at a time until it answers."""
     retries: ServerDetails[int] = Field(3, ge=0, le=MOST_TIMES)
     """How often a request is repeated after a connection error."""
     max_restarts: ServerDetails[int] = Field(2, ge=0, le=MOST_TIMES)

@@ -33,7 +33,7 @@ class Watched(VllmEngine):
         assert server.calibrated is not None
         assert self._calibration is not None
         assert weights.logps is not None
-        known, wanted = server.calibrated, weights.logps - self._calibration.shifted.base
+        known, wanted = server.calibrated, weights.logps - self._calibration[1].base
         found = self._probe(server, weights.name) - known.base
         self.alarms += shift_fault(found, wanted, noise=known.noise, share=POLICY_SHARE) is not None
         # The answer of a server that ignores the adapter.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_tasks.judging import client as servers
 from grpo_tasks.judging.judge import Case, Judge
+from grpo_tasks.kit import share
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint, fair, serving
 
@@ -42,7 +42,8 @@ def test_a_slow_address_gets_less(two):
 
 
 @pytest.mark.parametrize("how", ["busy", "away"])
-def test_one_that_fails_is_left_out_while_the_other_answers(two, how):
+def test_one_that_fails_is_left_out_while_the_other_answers(two, how, monkeypatch):
+    monkeypatch.setattr(share, "FIRST_REST_S", 60.0)
     one, other, settings = two
     changes = {}
     if how == "away":
@@ -57,7 +58,7 @@ def test_one_that_fails_is_left_out_while_the_other_answers(two, how):
 
 
 def test_one_that_comes_back_is_asked_again(two, monkeypatch):
-    monkeypatch.setattr(servers, "REST_S", 0.0)
+    monkeypatch.setattr(share, "FIRST_REST_S", 0.0)
     one, other, settings = two
     one.failures = [(503, {}, "starting")]
     judged(settings(), 8)

@@ -233,3 +233,28 @@ def test_a_stack_that_is_stopped_while_it_starts_gets_no_worker(tmp_path, monkey
         stack.start(40_001, 40_101, postgres=None, deploy_file=tmp_path)
     assert [process.wait(10) is not None for process in stack._spawned] == [True, True]
     assert stack.running() == []
+
+
+def test_a_start_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeypatch):
+    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
+    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
+    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
+    said, deployed = [], []
+    monkeypatch.setattr(Stack, "_deploy", lambda *_: deployed.append("deployments"))
+    prefect = subprocess.Popen(["sleep", "60"])
+    (tmp_path / ".grpo").mkdir()
+    record(tmp_path, StackProcess(PREFECT, prefect.pid, ProcessIdentity.of(prefect.pid).born))
+    at = {"prefect": "http://127.0.0.1:40001", "mlflow": "http://127.0.0.1:40101"}
+    (tmp_path / ".grpo" / "addresses.json").write_text(json.dumps(at))
+    (tmp_path / ".grpo" / "starting.json").write_text(json.dumps({"pid": 2**22 - 1, "born": 1.0}))
+    stack = Stack(tmp_path, report=said.append)
+    try:
+        assert stack.start(1, 2, postgres=None, deploy_file=tmp_path).mlflow == at["mlflow"]
+        assert "an earlier start was interrupted; completing it" in said
+        assert stack.running() == [PREFECT, MLFLOW, "worker 1", "supervisor"]
+        assert deployed == ["deployments"]
+        with pytest.raises(UserError, match="a stack runs here already"):
+            stack.start(1, 2, postgres=None, deploy_file=tmp_path)
+    finally:
+        stack.stop()
+        prefect.wait()

@@ -10,8 +10,9 @@ import httpx
 import pytest
 import torch
 
+from grpo_tasks.kit import share
+from grpo_tasks.kit.share import State
 from grpo_tasks.policy.load import trainable_policy
-from grpo_tasks.replicas.replica import State
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
@@ -121,14 +122,15 @@ def test_one_of_two_servers_killed_in_a_batch_changes_no_completion_and_serves_t
 
 
 @pytest.mark.long
-def test_a_server_that_is_stopped_in_a_batch_does_not_hold_it_up(servers, policy, tokenizer, prompts, wanted, tmp_path):
-    engine = engine_of(servers, policy, tokenizer, tmp_path)
-    engine.pool._limits = type(engine.pool._limits)(2, 2, lag_s=0.5)
+def test_the_requests_of_a_server_that_is_stopped_in_a_batch_are_sampled_by_the_other_one(
+    servers, policy, tokenizer, prompts, wanted, tmp_path
+):
+    engine = engine_of(servers, policy, tokenizer, tmp_path, request_timeout_s=20.0)
     engine.sync()
     process = listener(servers[0].address)
     os.kill(process.pid, signal.SIGSTOP)
     assert generate(engine, prompts) == wanted
-    assert any("took much longer" in event for event in engine.report().events)
+    assert any("is left out: no answer to /v1/completions" in event for event in engine.report().events)
     # It is our own: what is stopped is ended and started again.
     soon(lambda: engine.pool.replicas[0].state is State.UP)
     assert not process.is_running()
@@ -138,14 +140,13 @@ def test_a_server_that_is_stopped_in_a_batch_does_not_hold_it_up(servers, policy
 
 
 @pytest.mark.long
-def test_an_overloaded_server_gets_fewer_requests_at_once_and_nothing_is_lost(
+def test_an_overloaded_server_is_left_in_peace_for_a_moment_and_nothing_is_lost(
     servers, policy, tokenizer, prompts, wanted, tmp_path
 ):
     engine = engine_of(servers[:1], policy, tokenizer, tmp_path, concurrency=8)
     engine.sync()
     tell(servers[0], status=503, count=4)
     assert generate(engine, prompts) == wanted
-    assert engine.pool.replicas[0].concurrency.limit < 8
     assert engine.report().events == ()
     engine.close()
 
@@ -164,7 +165,7 @@ def test_a_foreign_server_that_somebody_restarted_gets_the_policy_again(servers,
 
 
 def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
-    servers, policy, tokenizer, prompts, wanted, tmp_path, caplog
+    servers, policy, tokenizer, prompts, wanted, tmp_path, caplog, monkeypatch
 ):
     class Late(VllmServer):
         """A name that leads nowhere until `arrive`."""
@@ -178,7 +179,7 @@ def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
     assert "127.0.0.1:9" in caplog.text
     late = Late(absent.address)
     engine = engine_of([present, late], policy, tokenizer, tmp_path)
-    engine.pool._limits = type(engine.pool._limits)(2, 2, retry_s=0.1)
+    monkeypatch.setattr(share, "RETRY_S", 0.1)
     engine.sync()
     assert generate(engine, prompts) == wanted
     late.arrive()

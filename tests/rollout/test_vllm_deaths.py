@@ -87,7 +87,7 @@ def test_a_server_whose_starter_or_supervisor_is_killed_ends_with_everything_it_
         family = psutil.Process(starter.pid).children(recursive=True)
         assert len(family) >= 2
         assert any(path.is_socket() for path in Path(temporary).rglob("*"))
-        assert "server_supervisor" in " ".join(family[0].cmdline())
+        assert "grpo_tasks.processes.serve" in " ".join(family[0].cmdline())
         (family[0] if victim == "supervisor" else starter).kill()
         _, alive = psutil.wait_procs(family[1:], timeout=30)
         assert not alive

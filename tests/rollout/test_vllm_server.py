@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.rollout.small_servers import counts, small_servers
 
 
 def flags(what, address="http://127.0.0.1:8000"):
-    return command(VllmConfig(), what, Path("python"), address)
+    return command(VllmConfig(python="python"), what, address)
 
 
 def value(found, flag):
@@ -37,8 +36,8 @@ def test_only_a_server_that_other_machines_reach_wants_the_key_on_every_path():
     assert flags(served()).count("--middleware") == 1
     found = flags(served(), "http://10.0.0.7:8000")
     assert [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"] == [
-        "same_origin.SameOrigin",
-        "bearer_key.BearerKey",
+        "request_guard.SameOrigin",
+        "request_guard.BearerKey",
     ]
 
 

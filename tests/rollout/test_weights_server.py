@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from grpo_tasks.replicas.delivery import deliver
+from grpo_tasks.kit import share
 from grpo_tasks.rollout import vllm_engine
+from grpo_tasks.rollout.server_client import deliver
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import existing_servers
 from schemas.config.rollout import VllmConfig
@@ -93,10 +94,12 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
 
 
 @pytest.mark.long
-def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewhere, policy, tokenizer, prompts, tmp_path):
+def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(
+    elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch
+):
     with receiver(tmp_path / "a") as (first, _), receiver(tmp_path / "b") as (second, process):
         engine = engine_for(elsewhere, [first, second], policy, tokenizer, tmp_path)
-        engine.pool._limits = type(engine.pool._limits)(2, 5, retry_s=0.1)
+        monkeypatch.setattr(share, "RETRY_S", 0.1)
         engine.sync()
         assert len(engine.pool.serving) == 2
         process.kill()

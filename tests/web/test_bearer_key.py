@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from grpo_tasks.rollout.vllm_server import GUARD
-from grpo_tasks.web.bearer_key import BearerKey
+from grpo_tasks.web.request_guard import BearerKey
 
 RIGHT = (b"authorization", b"Bearer planted")
 
@@ -47,6 +47,6 @@ def test_a_server_without_a_key_refuses_everybody(monkeypatch):
 
 
 def test_an_environment_without_our_packages_can_load_the_checks():
-    load = f"import sys; sys.path.insert(0, {str(GUARD)!r}); import bearer_key, same_origin; bearer_key.BearerKey(print)"
+    load = f"import sys; sys.path.insert(0, {str(GUARD)!r}); import request_guard; request_guard.BearerKey(print)"
     # -I and -S: neither our packages nor any installed ones.
     subprocess.run([sys.executable, "-I", "-S", "-c", load], check=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes.waiting import has_ended, until
 
-SUPERVISED = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor"]
+SUPERVISED = [sys.executable, "-P", "-m", "grpo_tasks.processes.serve"]
 SERVER = """
 import os, subprocess, sys, time
 from pathlib import Path

@@ -1,20 +1,27 @@
-"""JSON requests to servers, their failures sorted by what the pool does about them.
+"""JSON requests to servers, and weights for a server that does not see the trainer's files (`grpo weights-server` next to it).
 
-no connection, connection lost, status 5xx     ServerGoneError    the server is examined, and restarted if necessary
-no answer in time, status 429 or 503           ServerBusyError    it gets fewer requests at once
-any other status                               RolloutError       the request is wrong; no other server would take it
+no answer, status 5xx     ServerGoneError    the server is examined, and restarted if necessary
+status 429 or 503         ServerBusyError    it rests
+any other status          RolloutError       the request is wrong; no other server would take it
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import tenacity
 
+from grpo_tasks.content.hashes import file_sha256
 from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 
 BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 CHECK_TIMEOUT_S = 10.0
+CHUNK = 1 << 20
+
+
+class UnknownError(RolloutError):
+    """The server does not know the path or the model of a request."""
 
 
 class Client:
@@ -63,19 +70,18 @@ class Client:
                 with attempt:
                     answer = self._client.request(method, f"{address}{path}", **content())
         except httpx.TransportError as error:
-            # A server that did not even accept the connection in time is gone.
             slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
-            kind = ServerBusyError if slow else ServerGoneError
-            raise kind(f"no answer to {path}: {error!r}", place=address, fix="see the server's log, vllm.log") from error
-        if answer.status_code in BUSY:
-            raise ServerBusyError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=address)
-        if answer.is_server_error:
-            raise ServerGoneError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=address)
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise UnknownError(f"{path} was refused (404): {answer.text[:500]}", place=address)
-        if answer.status_code != httpx.codes.OK:
-            raise RolloutError(f"{path} was refused ({answer.status_code}): {answer.text[:500]}", place=address)
-        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+            fix = "see the server's log, vllm.log"
+            fix += "; or raise rollout.vllm.request_timeout_s, or lower rollout.vllm.concurrency" * slow
+            raise ServerGoneError(f"no answer to {path}: {error!r}", place=address, fix=fix) from error
+        if answer.status_code == httpx.codes.OK:
+            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+        kind, what = RolloutError, "was refused"
+        if answer.status_code in BUSY or answer.is_server_error:
+            kind, what = ServerBusyError if answer.status_code in BUSY else ServerGoneError, "failed"
+        elif answer.status_code == httpx.codes.NOT_FOUND:
+            kind = UnknownError
+        raise kind(f"{path} {what} ({answer.status_code}): {answer.text[:500]}", place=address)
 
     def healthy(self, address: str) -> bool:
         """True if the server says that it is."""
@@ -97,5 +103,43 @@ class Client:
         self._client.close()
 
 
-class UnknownError(RolloutError):
-    """The server does not know the path or the model of a request."""
+def deliver(client: Client, receiver: str, name: str, folder: Path) -> str:
+    """Send the files of a folder, without those of folders in it; each is checked by its hash where it arrives.
+
+    Args:
+        client: asks the receiver.
+        receiver: address of the `grpo weights-server`.
+        name: of these weights, unlike that of any others.
+        folder: with the files.
+
+    Returns:
+        Where the vLLM server finds them.
+
+    Raises:
+        ServerGoneError: the receiver does not answer, its disk is full, or a file arrived damaged.
+        RolloutError: the receiver refuses them.
+    """
+    hashes = {file.name: file_sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    for file, sha256 in hashes.items():
+        headers = {"X-SHA256": sha256, "Content-Length": str((folder / file).stat().st_size)}
+
+        def content(path: Path = folder / file, headers: dict[str, str] = headers) -> dict[str, Any]:
+            return {"content": _chunks(path), "headers": headers}
+
+        client.send("PUT", receiver, f"/weights/{name}/{file}", content)
+    return str(client.post(receiver, f"/weights/{name}", {"files": hashes})["path"])
+
+
+def withdraw(client: Client, receiver: str, name: str) -> None:
+    """Delete weights that the server has unloaded.
+
+    Raises:
+        ServerGoneError: the receiver does not answer.
+    """
+    client.send("DELETE", receiver, f"/weights/{name}", dict)
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            yield chunk

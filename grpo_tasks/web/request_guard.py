@@ -1,6 +1,7 @@
-"""Refuses requests that other web pages send to a server on this machine.
+"""Refuses requests that other web pages send to a server on this machine, and requests without the key on a network.
 
     SameOrigin(app)   ->  app answers its own pages and programs; a request that another page caused gets 403
+    BearerKey(app)    ->  app answers /health to everybody, and all else to who sends `Authorization: Bearer KEY`; 401
 
 A browser sends whatever any page asks it to send, even to 127.0.0.1, and it sends "simple" POSTs without asking the server
 first. CORS headers only decide whether the page may read the answer. So the server checks what the browser says about a request:
@@ -11,18 +12,26 @@ first. CORS headers only decide whether the page may read the answer. So the ser
 
 Programs (command line, workers, flows) send neither Origin nor Sec-Fetch-Site.
 
-This is not authentication: every program on this machine is accepted. Only the standard library is used, so that a server in
-another environment can load this file.
+This is not authentication: every program on this machine is accepted. vLLM itself asks for its key on some paths only, and the
+paths that load weights are not among them. Only the standard library is used, so that a server in another environment can load
+this file.
 """
 
+import base64
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from secrets import compare_digest
 from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
 """Environment variable: further host names (`name` or `name:port`, separated by commas) that the servers answer to."""
+KEY = "VLLM_API_KEY"
+"""Environment variable with the key."""
+OPEN = "/health"
+"""The path that says whether the server runs; it needs no key."""
+NO_KEY = f"The key is missing or wrong; it is read from {KEY}"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -45,13 +54,8 @@ class SameOrigin:
         reason = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if reason is None:
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            # Closing it before it is accepted makes the ASGI server answer 403.
-            await send({"type": "websocket.close", "code": 1008, "reason": reason})
         else:
-            head = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
-            await send({"type": "http.response.start", "status": 403, "headers": head})
-            await send({"type": "http.response.body", "body": f"{reason}\n".encode()})
+            await _refuse(scope, send, 403, reason, (b"x-content-type-options", b"nosniff"))
 
     def _refusal(self, scope: Mapping[str, Any]) -> str | None:
         headers: dict[str, list[str]] = {}
@@ -79,6 +83,45 @@ class SameOrigin:
         # A page opened as localhost:4200 may call 127.0.0.1:4200. But another port is another server.
         page = origin.partition("://")[2].lower()
         return self._is_ours(page) and _port(page) == _port(host)
+
+
+class BearerKey:
+    """ASGI middleware that answers 401 to requests without the key. Where no key is set it refuses all of them."""
+
+    def __init__(self, app: App, key: str | None = None) -> None:
+        """Wrap `app`; without `key` the one of VLLM_API_KEY is asked for."""
+        key = os.environ.get(KEY, "") if key is None else key
+        self.app, self._wanted = app, f"Bearer {key}".encode() if key else None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer 401, or pass the request to the app."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] == OPEN or self._has_key(scope):
+            await self.app(scope, receive, send)
+        else:
+            await _refuse(scope, send, 401, NO_KEY, (b"www-authenticate", b"Bearer"))
+
+    def _has_key(self, scope: Message) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        # In constant time: the time of an answer must not say how much of a guess is right.
+        return self._wanted is not None and len(given) == 1 and compare_digest(given[0], self._wanted)
+
+
+def has_password(scope: Mapping[str, Any], password: str | None) -> bool:
+    """Whether an HTTP request carries the password (`user:password`), as Prefect's API demands it; without one, every request."""
+    if not password:
+        return True
+    wanted = b"Basic " + base64.b64encode(password.encode())
+    return any(name.lower() == b"authorization" and compare_digest(value, wanted) for name, value in scope["headers"])
+
+
+async def _refuse(scope: Message, send: Send, status: int, reason: str, header: tuple[bytes, bytes]) -> None:
+    if scope["type"] == "websocket":
+        # Closing it before it is accepted makes the ASGI server answer 403.
+        await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        return
+    head = [(b"content-type", b"text/plain; charset=utf-8"), header]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": f"{reason}\n".encode()})
 
 
 def further_hosts() -> list[str]:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from grpo_tasks.replicas.pool import Pool, PoolLimits
-from grpo_tasks.replicas.replica import Concurrency, State
+from grpo_tasks.kit import share
+from grpo_tasks.kit.share import Pool, State
 from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 from schemas.metrics import QUEUE_DEPTH, REPLICAS_SERVING
 
@@ -47,14 +47,24 @@ class Shop:
                 self.running -= 1
 
 
-def pool_of(*shops, concurrency=4, max_restarts=2, **limits):
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(share, "RETRY_S", 0.05)
+    monkeypatch.setattr(share, "FIRST_REST_S", 0.02)
+
+
+def pool_of(*shops, concurrency=4, max_failures=2, patience_s=0.0):
     def admit(shop):
         if not shop.alive:
             raise ServerGoneError("no answer", place=shop.address)
         shop.admissions, shop.policy = shop.admissions + 1, "present"
 
-    settings = PoolLimits(concurrency, max_restarts, **{"retry_s": 0.05, **limits})
-    return Pool(shops, settings, healthy=lambda shop: shop.alive, admit=admit)
+    def repair(shop):
+        if not shop.alive:
+            shop.restart()
+
+    limits = {"concurrency": concurrency, "max_failures": max_failures, "patience_s": patience_s}
+    return Pool(shops, admit=admit, repair=repair, **limits)
 
 
 def ask(shop, number):
@@ -108,19 +118,19 @@ def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_
             raise ServerGoneError("killed", place="dying")
 
     dying.fail = fail
-    pool = pool_of(dying, other, max_restarts=0)
+    pool = pool_of(dying, other, max_failures=0)
     # The first must not die before the second has been admitted.
     pool.refresh()
     answers = pool.run(range(50), ask, tokens=lambda _: 1)
     assert answers == squares(50)
-    figures = pool.take_figures()
+    figures, events = pool.take_report()
     assert figures[REPLICAS_SERVING] == 1
     # One token an answer: had an answer been counted twice, the two rates would not add up to 50 answers.
     shares = [figures[f"replica/{number}/tokens_per_s"] for number in (0, 1)]
     assert sum(shares) / max(shares) == pytest.approx(50 / (50 - 4), rel=0.1)
     assert figures[QUEUE_DEPTH] > 0
-    assert any("is left out after 1 failures" in event for event in pool.take_events())
-    assert pool.take_events() == []
+    assert any("is left out after 1 failures" in event for event in events)
+    assert pool.take_report() == ({}, ())
 
 
 def test_an_own_server_that_died_is_restarted_and_asked_again_only_when_it_was_admitted():
@@ -130,14 +140,14 @@ def test_an_own_server_that_died_is_restarted_and_asked_again_only_when_it_was_a
     shop.alive = False
     assert pool.run(range(20), ask) == squares(20)
     assert (shop.restarts, shop.admissions) == (1, 2)
-    assert any("serves again" in event for event in pool.take_events())
+    assert any("serves again" in event for event in pool.take_report()[1])
 
 
 def test_a_server_that_fails_too_often_ends_the_batch_with_its_own_error_when_no_other_is_left():
     shop = Shop("a")
     shop.fail = lambda: (_ for _ in ()).throw(ServerGoneError("its engine died", place="a"))
     with pytest.raises(ServerGoneError, match="its engine died"):
-        pool_of(shop, max_restarts=2).run(range(5), ask)
+        pool_of(shop, max_failures=2).run(range(5), ask)
     assert shop.admissions == 3
 
 
@@ -150,33 +160,25 @@ def test_a_refused_request_ends_the_batch_because_no_other_server_would_take_it(
 
 
 def test_an_error_in_the_code_that_admits_a_server_is_raised_and_not_waited_for():
-    pool = Pool([Shop("a")], PoolLimits(1, 1), healthy=lambda _: True, admit=lambda _: {}["missing"])
+    pool = Pool([Shop("a")], concurrency=1, admit=lambda _: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         pool.refresh()
 
 
-def test_the_requests_of_a_server_that_lags_are_given_to_an_idle_one_and_it_is_left_out():
-    stuck, other = Shop("stuck"), Shop("other")
-    stuck.delay_s = 60
-    pool = pool_of(stuck, other, lag_s=0.2, max_restarts=0)
-    assert pool.run(range(30), ask) == squares(30)
-    assert stuck.asked
-    assert [replica.state for replica in pool.replicas] == [State.GONE, State.SERVING]
-    # What the stuck server says in the end changes nothing.
-    stuck.released.set()
+def test_what_a_server_holds_that_is_left_out_is_answered_by_another_one_though_it_hangs():
+    hung, other = Shop("hung"), Shop("other")
+    hung.delay_s = 60
+    pool = pool_of(hung, other, max_failures=0)
+    pool.refresh()
+    with background(lambda: pool.run(range(30), ask)) as found:
+        until(lambda: len(hung.asked) == 4)
+        pool.take_out(hung, ServerGoneError("its machine is gone", place="hung"))
+    assert found == [squares(30)]
+    # What it says in the end changes nothing.
+    hung.released.set()
     assert pool.run(range(30), ask) == squares(30)
     assert Counter(other.asked)[29] == 2
-
-
-def test_a_slow_answer_is_not_taken_for_a_lag_when_the_other_servers_copy_comes_later():
-    first, second = Shop("first"), Shop("second")
-    first.delay_s, second.delay_s = 0.5, 60
-    pool = pool_of(first, second, lag_s=0.1, concurrency=1, max_restarts=0, drain_s=0.1)
-    second.fail = lambda: second.released.set() if len(second.asked) == 1 else second.released.clear()
-    # Request 1 is answered by `second` at once; it gets a copy of request 0, which `first` answers before it.
-    assert pool.run(range(2), ask) == squares(2)
-    assert pool.replicas[0].state is State.SERVING
-    second.released.set()
+    assert [replica.state for replica in pool.replicas] == [State.GONE, State.SERVING]
 
 
 def test_a_server_joins_in_the_middle_of_a_batch():
@@ -202,14 +204,15 @@ def test_a_foreign_server_that_was_away_serves_again_in_the_same_batch():
         until(lambda: len(away.asked) > 3)
     assert found == [squares(150)]
     # It is tried again every 50 ms, and reported once.
-    assert sum("cannot be started again" in event for event in pool.take_events()) == 1
+    assert sum("cannot be started again" in event for event in pool.take_report()[1]) == 1
 
 
-def test_foreign_servers_that_are_all_away_end_the_batch_at_once():
+def test_foreign_servers_that_are_all_away_end_the_batch_at_once(monkeypatch):
+    monkeypatch.setattr(share, "RETRY_S", 60.0)
     shops = [Shop("a", own=False), Shop("b", own=False)]
     shops[0].alive = shops[1].alive = False
     with pytest.raises(RolloutError, match="does not answer"):
-        pool_of(*shops, retry_s=60).run(range(5), ask)
+        pool_of(*shops).run(range(5), ask)
 
 
 def test_with_patience_a_batch_waits_until_a_server_comes_back_or_another_one_joins():
@@ -264,35 +267,19 @@ def test_an_admission_that_began_before_the_policy_changed_is_repeated():
             shop.released.wait(30)
         shop.policy = policy
 
-    pool = Pool([other], PoolLimits(4, 2, drain_s=0.1), healthy=lambda shop: shop.alive, admit=admit)
+    pool = Pool([other], concurrency=4, admit=admit)
     pool.refresh()
     pool.add(late)
     with background(lambda: pool.run([3], lambda _, number: handing_over.wait(30) and number)):
         until(handing_over.is_set)
     policies.append("new")
     with background(pool.refresh):
-        # Longer than what `refresh` waits for what is in progress.
         time.sleep(0.5)
         late.released.set()
     assert [shop.policy for shop in pool.serving] == ["new", "new"]
 
 
-def test_an_overloaded_server_gets_half_as_many_requests_and_then_slowly_more():
-    limit = Concurrency(16)
-    limit.overloaded(began=1.0, now=2.0)
-    assert limit.limit == 8
-    # Sent before the limit was lowered: the same overload.
-    limit.overloaded(began=1.5, now=3.0)
-    assert limit.limit == 8
-    for _ in range(8):
-        limit.answered()
-    assert 8.9 < limit.limit < 9.1
-    for _ in range(1000):
-        limit.answered()
-    assert limit.limit == 16
-
-
-def test_a_server_that_bears_few_requests_is_kept_with_few():
+def test_a_busy_server_rests_and_then_gets_one_request_until_it_answers():
     shop = Shop("a")
     shop.delay_s = 0.005
 
@@ -301,18 +288,63 @@ def test_a_server_that_bears_few_requests_is_kept_with_few():
             raise ServerBusyError("too many requests", place="a")
 
     shop.fail = fail
-    pool = pool_of(shop, concurrency=32, max_restarts=1)
-    assert pool.run(range(300), ask) == squares(300)
-    assert shop.restarts == 0
-    assert pool.replicas[0].concurrency.limit < 12
-    # Beyond the first burst hardly a request was refused.
-    assert len(shop.asked) < 300 + 32 + 150
+    pool = pool_of(shop, concurrency=32, max_failures=1)
+    assert pool.run(range(60), ask) == squares(60)
+    assert (shop.restarts, shop.admissions) == (0, 1)
+    assert pool.take_report()[1] == ()
 
 
-def test_a_server_that_stays_overloaded_is_taken_out_and_its_requests_are_answered_by_the_other():
+def test_a_server_that_stays_busy_is_left_out_and_its_requests_are_answered_by_the_other():
     busy, other = Shop("busy"), Shop("other")
     busy.fail = lambda: (_ for _ in ()).throw(ServerBusyError("too many requests", place="busy"))
-    other.delay_s = 0.002
-    pool = pool_of(busy, other, max_restarts=0)
-    assert pool.run(range(60), ask) == squares(60)
+    other.delay_s = 0.01
+    pool = pool_of(busy, other, max_failures=0)
+    assert pool.run(range(200), ask) == squares(200)
     assert pool.replicas[0].state is State.GONE
+    assert len(busy.asked) < 4 + share.MOST_BUSY
+
+
+def test_without_admission_a_server_that_fails_rests_while_the_other_answers_and_comes_back():
+    shops = [Shop("a", own=False), Shop("b", own=False)]
+    for shop in shops:
+        shop.policy = "present"
+    pool = Pool(shops, concurrency=1)
+    shops[0].alive = False
+    assert [pool.answer(lambda shop, number=number: shop.ask(number)) for number in range(5)] == squares(5)
+    assert len(shops[0].asked) == 1
+    shops[0].alive = True
+    until(lambda: pool.answer(lambda shop: shop.ask(3)) == 9 and len(shops[0].asked) > 2)
+    for shop in shops:
+        shop.alive = False
+    with pytest.raises(ServerGoneError, match="no answer"):
+        pool.answer(lambda shop: shop.ask(3))
+
+
+def test_patience_begins_again_with_every_answer():
+    shop = Shop("a", own=False)
+    shop.policy = "present"
+    pool = Pool([shop], concurrency=1, patience_s=0.3)
+
+    def fails_once():
+        shop.fail = lambda: None
+        raise ServerBusyError("a moment", place="a")
+
+    for _ in range(2):
+        shop.fail = fails_once
+        assert pool.answer(lambda shop: shop.ask(3)) == 9
+        time.sleep(0.4)
+
+
+def test_the_pause_that_a_server_asks_for_is_kept():
+    shop, sent = Shop("a", own=False), []
+
+    def slow_down(_):
+        sent.append(time.monotonic())
+        if len(sent) == 1:
+            fault = ServerBusyError("too many requests")
+            fault.pause_s = 0.5
+            raise fault
+        return "answer"
+
+    assert Pool([shop], concurrency=1, patience_s=10.0).answer(slow_down) == "answer"
+    assert sent[1] - sent[0] >= 0.5
