@@ -21,16 +21,12 @@ class UpdateCompletions:
 
 
 def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
-    """The completions of an update; without a step, of the last update that was kept.
+    """The completions of an update of a run, whose steps left their folders in `folder`.
 
-    Args:
-        folder: where the steps of the run left their folders, `resources.output_dir`/`name`.
-        stage: name of a stage; by default the one that was trained last, finished or not.
-        step: number of the update.
+    By default those of the stage that was trained last, finished or not, and of the last update that was kept.
 
     Raises:
-        UserError: there is no such stage or update.
-        DamagedError: the table cannot be read.
+        UserError: there is no such stage or update, or the table is damaged.
     """
     newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
     by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}

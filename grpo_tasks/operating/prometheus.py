@@ -29,12 +29,9 @@ LABELS = ("run", "stage", "of")
 
 
 def serve_metrics(runs: Path, host: str, port: int) -> None:
-    """Serve /metrics until Ctrl-C.
+    """Serve /metrics until Ctrl-C, for the runs in `resources.output_dir`.
 
-    Args:
-        runs: folder of the runs, `resources.output_dir`.
-        host: address to listen on; requests have to name it, a loopback name, or one of GRPO_ALLOWED_HOSTS.
-        port: port to listen on.
+    Requests have to name `host`, a loopback name, or one of GRPO_ALLOWED_HOSTS.
     """
     import uvicorn
 

@@ -40,13 +40,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
-    """Serve until Ctrl-C.
+    """Serve until Ctrl-C; `key` is what requests must carry as a bearer token.
 
-    Args:
-        folder: where the weights go; the vLLM server must see it under the same path.
-        host: address to listen on.
-        port: port to listen on.
-        key: what requests must carry as a bearer token.
+    The vLLM server must see `folder` under the same path.
 
     Raises:
         UserError: other machines could write here without a key.
