@@ -16,7 +16,6 @@ from uuid import UUID
 
 from prefect import suspend_flow_run
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.input import RunInput
@@ -199,7 +198,11 @@ def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: st
         try:
             verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
         except Pause as suspended:
-            _say_in_lists(suspended.state, headline)
+            # `suspend_flow_run` takes no message, and a list of runs would say nothing.
+            with suppress(Exception), get_client(sync_client=True) as client:
+                if suspended.state is not None:
+                    said = suspended.state.model_copy(update={"message": headline})
+                    client.set_flow_run_state(UUID(str(flow_run.id)), said, force=True)
             _say_that_silence_is_rest()
             raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
@@ -227,14 +230,6 @@ def _answered(key: str) -> tuple[str, Verdict | None]:
             return key, Verdict.model_validate(given)
         key += "-again"
     return key, None
-
-
-def _say_in_lists(state: State[Any] | None, message: str) -> None:
-    """Give the suspended state a message. `suspend_flow_run` takes none, and a list of runs would say nothing."""
-    # The run is suspended already; what is missing is only the text.
-    with suppress(Exception), get_client(sync_client=True) as client:
-        if state is not None:
-            client.set_flow_run_state(UUID(str(flow_run.id)), state.model_copy(update={"message": message}), force=True)
 
 
 def _say_that_silence_is_rest() -> None:

@@ -26,13 +26,7 @@ WORKDIR = "GRPO_WORKDIR"
 
 Queue = Literal["cpu", "gpu"]
 NIGHTLY = {"cron": "0 3 * * *", "timezone": "UTC", "slug": "nightly", "active": False}
-WEEKLY = {
-    "cron": "0 4 * * 0",
-    "timezone": "UTC",
-    "slug": "weekly-other-seed",
-    "active": False,
-    "parameters": {"overrides": ["seed=7"]},
-}
+WEEKLY = NIGHTLY | {"cron": "0 4 * * 0", "slug": "weekly-other-seed", "parameters": {"overrides": ["seed=7"]}}
 ON_NEW_DATA = {
     "type": "event",
     "enabled": True,
@@ -70,18 +64,13 @@ class Deployment:
     schedules: tuple[Mapping[str, Any], ...] = ()
     triggers: tuple[Mapping[str, Any], ...] = ()
 
-    @property
-    def tags(self) -> list[str]:
-        """For the filter of the UI."""
-        return ["grpo", self.queue]
-
     def entry(self) -> dict[str, Any]:
         """This deployment in the form that prefect.yaml needs."""
         lists = {"schedules": [dict(item) for item in self.schedules], "triggers": [dict(item) for item in self.triggers]}
         return {
             "name": self.name,
             "version": version("grpo-pipeline"),
-            "tags": self.tags,
+            "tags": ["grpo", self.queue],
             "description": self.description,
             "entrypoint": self.flow,
             "parameters": dict(self.parameters),
@@ -92,6 +81,7 @@ class Deployment:
 
 def deployments() -> list[Deployment]:
     """All deployments. The form of a pipeline is filled in with a preset, so there is one deployment for each preset."""
+    demo = {"config": _preset("demo")}
     return [
         Deployment(
             "preset",
@@ -110,7 +100,22 @@ def deployments() -> list[Deployment]:
             )
             for name, queue in _PIPELINES.items()
         ),
-        *_single_steps(),
+        Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
+        Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),
+        Deployment("train", "flows.single.train_flow", "Train a single stage.", demo | {"stage": "format"}, "gpu"),
+        Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
+        Deployment(
+            "publish",
+            "flows.publish.publish_flow",
+            "Merge an adapter, compare it with base and champion, register it, decide.",
+            demo,
+        ),
+        Deployment(
+            "evaluate",
+            "flows.single.evaluate_flow",
+            "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
+            demo | {"model": "models:/grpo-demo@champion"},
+        ),
         Deployment(
             "sweep",
             "flows.sweeps.flow.sweep_flow",
@@ -139,28 +144,6 @@ def deployments() -> list[Deployment]:
             "Check the data files, and send the event that starts a retraining if they have changed.",
             {"source": "demo", "overrides": []},
             schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
-        ),
-    ]
-
-
-def _single_steps() -> list[Deployment]:
-    demo = {"config": _preset("demo")}
-    return [
-        Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
-        Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),
-        Deployment("train", "flows.single.train_flow", "Train a single stage.", demo | {"stage": "format"}, "gpu"),
-        Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
-        Deployment(
-            "publish",
-            "flows.publish.publish_flow",
-            "Merge an adapter, compare it with base and champion, register it, decide.",
-            demo,
-        ),
-        Deployment(
-            "evaluate",
-            "flows.single.evaluate_flow",
-            "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
-            demo | {"model": "models:/grpo-demo@champion"},
         ),
     ]
 

@@ -55,17 +55,17 @@ class _Watch:
 
 
 @contextmanager
-def watched(flow_run_id: str | None) -> Iterator[None]:
+def watched(flow_run_id: str) -> Iterator[None]:
     """Stop the block when others have ended the run. A worker itself stops a run of its own that is being cancelled.
 
     Raises:
         EndedByOthers: they have. Prefect's engine leaves the state alone.
     """
     # Only the main thread can be interrupted; elsewhere the question before publishing has to do.
-    if flow_run_id is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    run_id, watch, finished = UUID(str(flow_run_id)), _Watch(deployment.id is not None), threading.Event()
+    run_id, watch, finished = UUID(flow_run_id), _Watch(deployment.id is not None), threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted(number: int, frame: FrameType | None) -> None:
@@ -118,7 +118,9 @@ def _ended(client: SyncPrefectClient, run_id: UUID) -> EndedByOthers | None:
         if answer is None or _NOT_FOUND not in answer.text:
             raise
         return EndedByOthers("the run was deleted in Prefect", Cancelled(message="deleted while it ran"))
-    if state is None or not (state.is_final() or state.is_cancelling() or _is_suspended(state)):
+    # A worker will start a suspended run again when it is resumed; a paused one is to wait in its process.
+    suspended = state is not None and state.is_paused() and state.state_details.pause_reschedule
+    if state is None or not (state.is_final() or state.is_cancelling() or suspended):
         return None
     said = f" ({state.message})" if state.message else ""
     return EndedByOthers(f"the run was set to {state.name} in Prefect while it ran{said}", state, failed=state.is_failed())
@@ -127,11 +129,6 @@ def _ended(client: SyncPrefectClient, run_id: UUID) -> EndedByOthers | None:
 def _state(ended: EndedByOthers) -> State[Any]:
     assert isinstance(ended.state, State)
     return ended.state
-
-
-def _is_suspended(state: State[Any]) -> bool:
-    """Whether a worker will start the run again when it is resumed; a paused one is to wait in its process."""
-    return state.is_paused() and bool(state.state_details.pause_reschedule)
 
 
 def _settled(run_id: UUID, state: State[Any]) -> State[Any]:
@@ -145,7 +142,7 @@ def _settled(run_id: UUID, state: State[Any]) -> State[Any]:
     return last
 
 
-def require_wanted(flow_run_id: str | None) -> None:
+def require_wanted(flow_run_id: str) -> None:
     """Read the state of the run before it publishes something, and wait while it is paused.
 
     A server that is away is waited for as long as Prefect's client does: nothing is published that others may have ended.
@@ -153,9 +150,7 @@ def require_wanted(flow_run_id: str | None) -> None:
     Raises:
         EndedByOthers: others have ended the run.
     """
-    if flow_run_id is None:
-        return
-    run_id, said = UUID(str(flow_run_id)), False
+    run_id, said = UUID(flow_run_id), False
     with get_client(sync_client=True) as client:
         while True:
             ended = _ended(client, run_id)
@@ -198,13 +193,10 @@ class Note:
 
 
 @contextmanager
-def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
+def noted(folder: Path, flow_run_id: str) -> Iterator[None]:
     """Record this process in `folder` while the block runs; before that, set the runs of recorded processes that were killed to
     Crashed.
     """
-    if flow_run_id is None:
-        yield
-        return
     note = folder / f"{flow_run_id}.json"
     for other in folder.glob("*.json"):
         # A run that is retried keeps its id: its own note is that of the attempt before.

@@ -72,7 +72,9 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
         folder = _copied(config, parent)
     copies = copies_in([folder])
     assert copies is not None, "the copies were made above"
-    hashed = {file: source.sha256 or file_sha256(file) for file, source in _data_files(config)}
+    sources = [*config.data.train, *config.data.eval, *(source for guard in config.promotion.guards for source in guard.data)]
+    files = ((_file_of(source), source) for source in sources)
+    hashed = {file: source.sha256 or file_sha256(file) for file, source in files if file is not None}
     given = _locked(config, hashed)
     return Inputs(given, _with_gold(given.with_module_dir(folder, replace=True), parent, hashed), copies, hashed)
 
@@ -116,11 +118,6 @@ def _kept_file(path: Path, sha256: str, parent: Path) -> Path:
         kept.unlink()
         raise ConfigError("the file has changed while the run started", place=str(path), fix="start the run again")
     return kept
-
-
-def _data_files(config: RunConfig) -> list[tuple[Path, DataSource]]:
-    sources = [*config.data.train, *config.data.eval, *(source for guard in config.promotion.guards for source in guard.data)]
-    return [(file, source) for source in sources if (file := _file_of(source)) is not None]
 
 
 def _file_of(source: DataSource) -> Path | None:

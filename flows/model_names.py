@@ -81,19 +81,18 @@ def adapter_model(name: str, config: RunConfig) -> ModelRef:
         ModelError: there is no adapter of that name.
         TrackingError: the registry cannot be reached.
     """
-    folder = Path(name) if is_local(name) else _fetched_adapter(name, config)
+    if is_local(name):
+        folder = Path(name)
+    elif _is_registered(name, config.tracking):
+        from grpo_tasks.tracking.models import download_adapter
+
+        folder = download_adapter(name, config.tracking, config.resources.output_dir.resolve() / config.name / "downloads")
+    else:
+        check_model(name, "ADAPTER")
+        folder = hub_snapshot(name)
     if not is_adapter(folder):
         raise ModelError("no adapter there", place=name, fix="name a folder that contains adapter_config.json")
     return ModelRef(path=config.model.path, revision=config.model.revision, adapter=folder.resolve())
-
-
-def _fetched_adapter(name: str, config: RunConfig) -> Path:
-    if _is_registered(name, config.tracking):
-        from grpo_tasks.tracking.models import download_adapter
-
-        return download_adapter(name, config.tracking, config.resources.output_dir.resolve() / config.name / "downloads")
-    check_model(name, "ADAPTER")
-    return hub_snapshot(name)
 
 
 def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:

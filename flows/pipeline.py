@@ -11,20 +11,17 @@ from flows.steps import (
     base_model,
     checked_guards,
     evaluation_of,
-    guard_checks,
     measured_difficulty,
     measured_guards,
-    rivals_of,
+    published,
     trained_stage,
     validated_data,
 )
 from flows.temporary_server import locked_flow
 from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.probe_rewards import probe_rewards
-from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.steps.write_report import write_report
 from grpo_tasks.tracking.models import check_champion
-from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
@@ -125,16 +122,12 @@ def _published_again(asked: SuspendedRun) -> PipelineResult:
 
 
 def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
-    config, trained = run.config, asked.trained
-    base, *_, policy, final = trained.evaluations
+    trained = asked.trained
     assert trained.lab is not None, "the pipeline has probed its rewards"
-    champion, rivals = rivals_of(run, trained.merged, base, trained.data)
-    guards = guard_checks(run, final, rivals[-1], trained.guards)
-    publication = publish_model(run, config, trained.merged, final, rivals, policy=policy, champion=champion, guards=guards)
-    tag_version(publication.model_name, publication.model_version, asked.tags, run.tracked.store)
+    publication = published(run, trained, asked.tags)
     report = write_report(
         run,
-        config,
+        run.config,
         trained.data,
         trained.lab,
         trained.difficulty,
@@ -145,5 +138,4 @@ def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
         sections=trained.sections,
     )
     run.show_links(publication, report=True)
-    run.announce(publication, champion)
     return PipelineResult(publication=publication, evaluations=trained.evaluations, report=report.html)

@@ -3,10 +3,9 @@
 from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
-from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, rivals_of, validated_data
+from flows.steps import base_model, checked_guards, evaluation_of, published, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.steps.merge_adapter import merge_adapter
-from grpo_tasks.steps.publish_model import publish_model
 from schemas.config.run import RunConfig
 from schemas.results.publication import Publication, Trained
 
@@ -46,11 +45,6 @@ def _published_again(asked: SuspendedRun) -> Publication:
 
 
 def _published(run: FlowRun, asked: SuspendedRun) -> Publication:
-    trained = asked.trained
-    base, policy, final = trained.evaluations
-    champion, rivals = rivals_of(run, trained.merged, base, trained.data)
-    checks = guard_checks(run, final, rivals[-1], trained.guards)
-    made = publish_model(run, run.config, trained.merged, final, rivals, policy=policy, champion=champion, guards=checks)
+    made = published(run, asked.trained, asked.tags)
     run.show_links(made)
-    run.announce(made, champion)
     return made

@@ -70,7 +70,10 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
     check_output(config)
     inputs = frozen_inputs(config)
     config = inputs.given
-    made_of = {"grpo.retrain_key": pipeline_key(inputs, start_from)} | _hub_digest(config)
+    made_of = {"grpo.retrain_key": pipeline_key(inputs, start_from)}
+    # Local files are part of the key by their content; data from a hub must be downloaded first.
+    if not all(is_local(source.path) for source in [*config.data.train, *config.data.eval]):
+        made_of["grpo.data_digest"] = one_step.validate(config, fresh=True).digest
     known = find_tagged(config.registered_model, made_of, config.tracking)
     # A run that an earlier release has suspended for approval finds its own version here, and continues with it.
     repeat = force or was_suspended() or (known is not None and is_overtaken(config.registered_model, known, config.tracking))
@@ -83,13 +86,6 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
 
 def _result(made: PipelineResult) -> RetrainResult:
     return RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
-
-
-def _hub_digest(config: RunConfig) -> dict[str, str]:
-    """The digest of data from a hub, which must be downloaded first. Local files are part of `pipeline_key` by their content."""
-    if all(is_local(source.path) for source in [*config.data.train, *config.data.eval]):
-        return {}
-    return {"grpo.data_digest": one_step.validate(config, fresh=True).digest}
 
 
 def _from_champion(config: RunConfig) -> RunConfig:

@@ -1,6 +1,6 @@
 """What the pipeline does around its steps: the settings that a use of a step gets, and what must hold before the run goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flows.flow_run import FlowRun
 from grpo_tasks.data.table import read_table
@@ -12,9 +12,11 @@ from grpo_tasks.steps.check_guard import check_guard
 from grpo_tasks.steps.evaluate_model import evaluate_model
 from grpo_tasks.steps.measure_difficulty import measure_difficulty
 from grpo_tasks.steps.prepare_data import prepare_data
+from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.steps.train_stage import train_stage
 from grpo_tasks.steps.validate_data import validate_data
 from grpo_tasks.tracking.models import Champion, current_champion, fetch_champion
+from grpo_tasks.tracking.registry import tag_version
 from schemas.config.evaluation import GUARD
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.run import RunConfig
@@ -23,6 +25,7 @@ from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport, GuardCheck
 from schemas.results.model import MergeProof, ModelRef, StageResult
+from schemas.results.publication import Publication, Trained
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -88,20 +91,26 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
     return report
 
 
-def rivals_of(
-    run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport
-) -> tuple[Champion | None, Sequence[EvalReport]]:
+def published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> Publication:
+    """Compare the merged model with its rivals, register it and decide."""
+    config, base, policy, final = run.config, trained.evaluations[0], *trained.evaluations[-2:]
+    champion, rivals = _rivals(run, trained.merged, base, trained.data)
+    guards = _guard_checks(run, final, rivals[-1], trained.guards)
+    made = publish_model(run, config, trained.merged, final, rivals, policy=policy, champion=champion, guards=guards)
+    tag_version(made.model_name, made.model_version, tags, run.tracked.store)
+    run.announce(made, champion)
+    return made
+
+
+def _rivals(run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport) -> tuple[Champion | None, list[EvalReport]]:
     """The champion, and what the new model must beat: the evaluation of the base, and of a champion that is another model."""
-    if not run.config.promotion.against_champion:
-        return current_champion(run.tracked.store, run.config.registered_model), [base]
-    folder = run.output / "champions"
-    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve(), store=run.tracked.store)
-    if found is None:
-        return None, [base]
-    champion, ref = found
-    if champion.sha256 == merged.sha256:
-        return champion, [base]
-    return champion, [base, evaluation_of(run, "champion", ref, data)]
+    config, store = run.config, run.tracked.store
+    if not config.promotion.against_champion:
+        return current_champion(store, config.registered_model), [base]
+    found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve(), store=store)
+    if found is None or found[0].sha256 == merged.sha256:
+        return found and found[0], [base]
+    return found[0], [base, evaluation_of(run, "champion", found[1], data)]
 
 
 def checked_guards(run: FlowRun) -> list[GuardData]:
@@ -127,16 +136,12 @@ def measured_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[Guar
     ]
 
 
-def guard_checks(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
+def _guard_checks(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
     """Compare the merged model with the champion, or the base, on the prompts of every guard."""
-    promotion = run.config.promotion
+    promotion, found = run.config.promotion, []
     ours, theirs = (measured_guards(run, report.label, report.model, data) for report in (final, rival))
-    return [
-        compare_guard(guard, left, right, against=rival.label, questions=_questions(rows), alpha=promotion.alpha)
-        for guard, left, right, rows in zip(promotion.guards, ours, theirs, data, strict=True)
-    ]
-
-
-def _questions(data: GuardData) -> dict[str, str]:
-    rows = read_table(data.eval).select("prompt_id", "prompt")
-    return {prompt_id: messages[-1]["content"] for prompt_id, messages in rows.iter_rows()}
+    for guard, left, right, rows in zip(promotion.guards, ours, theirs, data, strict=True):
+        prompts = read_table(rows.eval).select("prompt_id", "prompt").iter_rows()
+        questions = {prompt_id: messages[-1]["content"] for prompt_id, messages in prompts}
+        found.append(compare_guard(guard, left, right, against=rival.label, questions=questions, alpha=promotion.alpha))
+    return found

@@ -235,9 +235,11 @@ def _shown(places: list[str]) -> str:
 
 def why_gone(location: Sequence[Any]) -> str:
     """What to do instead of the setting at `location`, a path such as ("tracking", "webhook"); empty if there was none."""
-    place = [str(part) for part in location]
-    found = [advice for gone, advice in GONE.items() if _fits(place, gone.split("."))]
-    return f"it is no setting any more: {found[0]}" if found else ""
+    for gone, advice in GONE.items():
+        place = gone.split(".")
+        if len(place) == len(location) and all(part in (str(given), "NAME") for given, part in zip(location, place, strict=True)):
+            return f"it is no setting any more: {advice}"
+    return ""
 
 
 def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +251,3 @@ def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
         return {key: kept(value, (*place, key)) for key, value in node.items() if not why_gone((*place, key))}
 
     return dict(kept(tree, ()))
-
-
-def _fits(place: list[str], gone: list[str]) -> bool:
-    return len(place) == len(gone) and all(there in (here, "NAME") for here, there in zip(place, gone, strict=True))

@@ -93,12 +93,7 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
     prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
     stack = Stack(Path.cwd(), report=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
     at = stack.start(
-        prefect_port,
-        mlflow_port,
-        postgres=postgres,
-        deploy_file=DEPLOY / "prefect.yaml",
-        workers=workers,
-        supervised=supervised,
+        prefect_port, mlflow_port, postgres=postgres, deploy_file=DEPLOY / "prefect.yaml", workers=workers, supervised=supervised
     )
     say(f"Prefect UI  {at.prefect}")
     say(f"MLflow UI   {at.mlflow}")

@@ -106,8 +106,7 @@ def train(
     config: Config,
     stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
     start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path."),
+        str | None, typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path.")
     ] = None,
     override: Set = None,
     fresh: Fresh = False,

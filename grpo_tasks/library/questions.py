@@ -33,7 +33,10 @@ def ask(
     Raises:
         UserError: the model, a tool or the environment cannot be loaded.
     """
-    rows = [_row(number, question, config.data.system_prompt) for number, question in enumerate(questions)]
+    system = config.data.system_prompt
+    before = [{"role": "system", "content": system}] if system else []
+    chats = [(*before, {"role": "user", "content": question}) for question in questions]
+    rows = [PromptRow(prompt_id(chat, None), "question", number, chat, None, 0, {}) for number, chat in enumerate(chats)]
     seeds = [
         (row, completion_seed(config.seed, "generate", number) + sample)
         for number, row in enumerate(rows)
@@ -53,9 +56,3 @@ def ask(
             starts = [Start(row, seed, completion_seed(config.seed, "environment", row.prompt_id)) for row, seed in seeds]
             drawn = found.play(engine, starts, sampling)
     return [list(drawn[first : first + num_samples]) for first in range(0, len(drawn), num_samples)]
-
-
-def _row(number: int, question: str, system_prompt: str | None) -> PromptRow:
-    before = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages = [*before, {"role": "user", "content": question}]
-    return PromptRow(prompt_id(messages, None), "question", number, tuple(messages), None, 0, {})

@@ -133,15 +133,13 @@ def train_stage(
     names = [*settings.rewards, *(name for name in rewards or {} if name not in settings.rewards)]
     settings = settings.model_copy(update={"rewards": names})
     key = train_step.key(config.resources, config, settings, start, data, difficulty)
-    train = data.train if difficulty is None else _kept(config, settings, data, difficulty, folder)
+    train = data.train
+    if difficulty is not None:
+        choice = choose_prompts(data.train, read_table(difficulty.pass_rates), settings)
+        require_prompts(choice.counts, settings, config.difficulty.min_prompts)
+        train = choice.write(StageDir(folder))
     spec = StageSpec.of(config, settings, start, data, key=key, train=train, resources=config.resources)
     return run_stage(spec, folder, in_process=in_process)
-
-
-def _kept(config: RunConfig, stage: StageConfig, data: DataReport, difficulty: DifficultyReport, folder: Path) -> Path:
-    choice = choose_prompts(data.train, read_table(difficulty.pass_rates), stage)
-    require_prompts(choice.counts, stage, config.difficulty.min_prompts)
-    return choice.write(StageDir(folder))
 
 
 def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *inputs: Any) -> Made:

@@ -81,10 +81,7 @@ def artifact_key(name: str) -> str:
 
 
 def show_artifact(
-    key: str,
-    data: str | float | Sequence[Mapping[str, object]],
-    description: str,
-    known: dict[str, UUID] | None = None,
+    key: str, data: str | float | Sequence[Mapping[str, object]], description: str, known: dict[str, UUID] | None = None
 ) -> None:
     """Show something in the Prefect UI under a stable key; outside of a flow nothing happens.
 

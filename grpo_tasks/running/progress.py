@@ -130,7 +130,10 @@ class StageProgress:
         lines, events = self._journal.read(), self._events.read()
         for event in events:
             self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
-            self._emit(event)
+            payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
+            # Derived from the event: a stage that resumes repeats events, and Prefect ignores an id that it knows.
+            event_id = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
+            send_event(f"grpo.{event['event']}", f"grpo.stage.{self._directory.root.name}", payload, event_id=event_id)
         for line in lines:
             self._last = line
             if line["step"] % self._stage.logging_steps == 0:
@@ -150,12 +153,6 @@ class StageProgress:
     def _log_update(self, line: dict[str, Any]) -> None:
         self._logged = line
         self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
-
-    def _emit(self, event: dict[str, Any]) -> None:
-        payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
-        # Derived from the event: a stage that resumes repeats events, and Prefect ignores an id that it knows.
-        event_id = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
-        send_event(f"grpo.{event['event']}", f"grpo.stage.{self._directory.root.name}", payload, event_id=event_id)
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""

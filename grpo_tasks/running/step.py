@@ -138,8 +138,11 @@ class Step(Generic[Inputs, Made]):
         """The result of the step in a run, from its folder if it is finished there; recorded."""
         name, inputs = self.body.__name__, self._inputs(*args, **kwargs)
         require_unchanged(inputs)
-        key, label = self._key(inputs, run.resources), _label(name, inputs)
-        work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
+        key = self._key(inputs, run.resources)
+        # The stage or the model, for a step that runs more than once in a pipeline.
+        suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
+        label = f"{name}-{suffix}" if suffix else name
+        work = Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
         run_step = _run_as_task if in_flow() else _run_here
         try:
             outcome = run_step(functools.partial(self._skip_or_run, work, inputs), self.body, label, self.retries)
@@ -181,7 +184,10 @@ class Step(Generic[Inputs, Made]):
 
     def _skip_or_run(self, work: Work, inputs: dict[str, Any]) -> "_Outcome[Made]":
         """Skip the step if its folder holds the finished result, otherwise run it."""
-        with _locked_folder(work):
+        name, folder = self.body.__name__, work.directory
+        lock = folder.parent.parent / LOCKS / f"{name}-{folder.name}"
+        # Of two runs that need the same step, the second waits and finds it finished.
+        with locked(lock, f"runs the same step {name} ({folder})", who="another run"):
             if self.cached and not work.run.fresh:
                 result_type = inspect.signature(self.body, eval_str=True).return_annotation
                 finished = finished_result(result_type, work.directory)
@@ -303,19 +309,6 @@ def _slots(work: Work, rollout: RolloutConfig | None) -> AbstractContextManager[
     from grpo_tasks.running.slots import hold_all
 
     return hold_all(names)
-
-
-def _locked_folder(work: Work) -> AbstractContextManager[None]:
-    """Be the only process in this folder. Of two runs that need the same step, the second waits and finds it finished."""
-    name = work.directory.parent.name
-    lock = work.directory.parent.parent / LOCKS / f"{name}-{work.directory.name}"
-    return locked(lock, f"runs the same step {name} ({work.directory})", who="another run")
-
-
-def _label(name: str, inputs: dict[str, Any]) -> str:
-    """The step's name, followed by the stage or the model for a step that runs more than once in a pipeline."""
-    suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
-    return f"{name}-{suffix}" if suffix else name
 
 
 def finished_result(kind: type[Made], folder: Path) -> Made | None:

@@ -45,7 +45,9 @@ class Forecast:
             amount = f"at most {self.updates:,} updates with {self.completions:,} completions"
         lines = [f"{first}: {amount}", "validation, reward lab and the evaluation of the base run once for each seed"]
         if self.seconds is not None:
-            lines.append(f"about {_duration(self.seconds)} of updates without pruning, as fast as earlier runs here")
+            minutes = max(1, round(self.seconds / 60))
+            duration = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+            lines.append(f"about {duration} of updates without pruning, as fast as earlier runs here")
         return lines
 
 
@@ -80,8 +82,3 @@ def update_seconds(folder: Path) -> float | None:
     lines = [line["metrics"] for path in journals for line in read_lines(path, {"step": int, "metrics": dict})[0]]
     times = [metrics[STEP_TIME] for metrics in lines if STEP_TIME in metrics]
     return median(times) if times else None
-
-
-def _duration(seconds: float) -> str:
-    minutes = max(1, round(seconds / 60))
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -17,7 +17,6 @@ from typing import Any
 
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError, shorten
 
 MAX_RUNS = 1_000
@@ -184,12 +183,9 @@ def _evaluations(base: RunConfig, axes: Sequence[Axis]) -> list[str]:
     for index, stage in enumerate(base.stages):
         path = f"stages.{index}.eval_steps"
         if stage.eval_steps is None and stage.engine == "native" and path not in varied:
-            added.append(f"{path}={_every(stage)}")
+            every = max(1, stage.max_steps // EVALUATIONS) if stage.max_steps else EVAL_STEPS_BY_EPOCHS
+            added.append(f"{path}={every}")
     return added
-
-
-def _every(stage: StageConfig) -> int:
-    return max(1, stage.max_steps // EVALUATIONS) if stage.max_steps else EVAL_STEPS_BY_EPOCHS
 
 
 def _fault(source: str, overrides: list[str]) -> str:
@@ -202,15 +198,11 @@ def _fault(source: str, overrides: list[str]) -> str:
     return ""
 
 
-def _products(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
-    for values in itertools.product(*(axis.values for axis in axes)):
-        yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
-
-
 def _variants(source: str, given: list[str], axes: Sequence[Axis], seeds: int, first_seed: int) -> Iterator[Variant]:
     names, faults = short_names([axis.path for axis in axes]), []
-    combinations = itertools.product(range(first_seed, first_seed + seeds), list(_products(axes)))
-    for number, (seed, settings) in enumerate(combinations, start=1):
+    combinations = itertools.product(range(first_seed, first_seed + seeds), *(axis.values for axis in axes))
+    for number, (seed, *values) in enumerate(combinations, start=1):
+        settings = {axis.path: str(value) for axis, value in zip(axes, values, strict=True)}
         sets = [f"{path}={value}" for path, value in settings.items()]
         # A seed that is an axis of its own stays.
         sets += [] if "seed" in settings else [f"seed={seed}"]

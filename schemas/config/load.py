@@ -224,13 +224,12 @@ def configs_in(folder: Path) -> list[str]:
         found = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and not why_not_a_file(path))
     except (OSError, ValueError):
         return []
-    return [path.name for path in found[:_MOST_FILES] if _looks_like_config(path)][:8]
-
-
-def _looks_like_config(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = b"\n" + file.read(MAX_CHARS)
-    return b"\nstages:" in start or b"\nextends:" in start
+    names = []
+    for path in found[:_MOST_FILES]:
+        with path.open("rb") as file:
+            start = b"\n" + file.read(MAX_CHARS)
+        names += [path.name] if b"\nstages:" in start or b"\nextends:" in start else []
+    return names[:8]
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -244,19 +243,15 @@ def _override(tree: dict[str, Any], override: str) -> None:
     for depth, key in enumerate(keys):
         if not isinstance(node, dict | list):
             raise ConfigError(f"{'.'.join(keys[:depth])} is a value, not a section", place=f"--set {override}")
-        at = _index(node, key, dotted) if isinstance(node, list) else key
+        if isinstance(node, list) and key not in map(str, range(len(node))):
+            indices = f"0 to {len(node) - 1}" if node else "set the whole list: KEY=[...]"
+            raise ConfigError(f"{key} is not an index of a list of {len(node)} items", place=f"--set {dotted}", fix=indices)
+        at: Any = int(key) if isinstance(node, list) else key
         if depth == len(keys) - 1:
             node[at] = parse_yaml(text, place="--set")
         elif (node[at] if isinstance(node, list) else node.get(at)) is None:
             node[at] = {}
         node = node[at]
-
-
-def _index(node: list[Any], key: str, dotted: str) -> int:
-    if key not in map(str, range(len(node))):
-        indices = f"0 to {len(node) - 1}" if node else "set the whole list: KEY=[...]"
-        raise ConfigError(f"{key} is not an index of a list of {len(node)} items", place=f"--set {dotted}", fix=indices)
-    return int(key)
 
 
 def _fault_lines(error: ValidationError) -> list[str]:
