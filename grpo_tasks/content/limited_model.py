@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from grpo_tasks.processes.link import MalformedReplyError
-from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
+from grpo_tasks.processes.worker_process import Reply, Shape, WorkerFault, WorkerProcess
 from schemas.errors import ModelError
 from schemas.paths import EMBEDDED, resolve
 
@@ -29,23 +28,14 @@ BATCH = 256
 _CHECK_BYTES, _RENDER_BYTES = 2**16, 2**28
 
 
-class _Reply(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    request: str
-
-
-class _Checked(_Reply):
+class _Checked(Reply):
     file: str = ""
     error: str = ""
 
 
-class _Rendered(_Reply):
+class _Rendered(Reply):
     texts: list[str]
     refused: dict[int, str] = Field(default_factory=dict)
-
-
-Shape = TypeVar("Shape", bound=_Reply)
 
 
 class LimitedModel:
@@ -83,16 +73,7 @@ class LimitedModel:
         if not self._process.running:
             self._process.start()
 
-        def read(payload: bytes, request: str) -> Shape:
-            try:
-                reply = shape.model_validate_json(payload)
-            except ValidationError as error:
-                raise MalformedReplyError("wrote something else than the reply") from error
-            if reply.request != request:
-                raise MalformedReplyError("wrote a reply to another request")
-            return reply
-
-        reply = self._process.exchange({"what": what, **message}, what, limit_s, max_bytes, read)
+        reply = self._process.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes)
         if not isinstance(reply, WorkerFault):
             return reply
         reason = {

@@ -17,19 +17,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from grpo_tasks.environments import replies
 from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, call_format_of, read_turn, spoken
 from grpo_tasks.environments.contract import Message, Observation, Opening
-from grpo_tasks.environments.replies import Reply, Shape
 from grpo_tasks.environments.texts import MAX_MESSAGES
-from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
+from grpo_tasks.environments.worker import (
+    BASE_BYTES,
+    MAX_OPENING_BYTES,
+    MAX_PERFECT_BYTES,
+    Answered,
+    EnvironmentWorker,
+    Final,
+    Lost,
+    Opened,
+    Perfect,
+    Stepped,
+    max_bytes,
+)
+from grpo_tasks.processes.worker_process import Reply, Shape
 from schemas.config.completion import THINK
 from schemas.config.learning.interaction import InteractionConfig
-from schemas.errors import UserError
-
-LOAD_LIMIT_S = 300.0
-"""Time limit for importing everything. A user's environment may load data."""
-MIB = 2**20
 
 MAX_FAULTS = 2
 """Calls of one conversation that may end their worker. Each costs the time limit, or the start of a process."""
@@ -39,97 +45,6 @@ NOT_REPEATED = (
 OVER = "the conversation is over"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The process has ended, and with it every environment that it held."""
-
-    reason: str
-    """Completes a sentence that begins with the name of what was called."""
-
-
-class EnvironmentWorker(WorkerProcess):
-    """One child process that holds the environments of several conversations.
-
-    A hang, a crash or too much memory ends it. Its words go into conversations and rewards: they hold no times, pids or
-    measurements, so that a repeated run has the same bytes.
-
-    Args:
-        config: what it runs, and its limits.
-        folders: where modules of the user lie, after the installed ones.
-        log: file that receives the beginning of what is printed during each call. None: the output is discarded.
-    """
-
-    def __init__(self, config: InteractionConfig, folders: Sequence[Path], *, log: Path | None = None) -> None:
-        # Sets of texts then have the same order in every worker.
-        fixed = {"PYTHONHASHSEED": "0"}
-        super().__init__("grpo_tasks.environments.serve", config.memory_mb * MIB, log=log, environment=fixed)
-        self.config, self.folders = config, list(folders)
-        self.form = ""
-        """tools, methods or steps; see forms.py."""
-        self.own_calls = False
-        """Whether the environment executes the calls of a turn itself."""
-        self.rewards_at_end = False
-        """Whether the environment rewards whole conversations."""
-        self.generation = 0
-        """How many processes it has had. An environment lives in one of them."""
-
-    def load(self, *, with_schemas: bool) -> list[dict[str, Any]]:
-        """Start the process unless it runs, and import what the configuration names.
-
-        Returns:
-            The schemas of the tools if they are wanted and the process was started.
-
-        Raises:
-            UserError: something cannot be imported, or ends the process.
-        """
-        # What ended it between two calls, such as a thread, is not the fault of the next conversation.
-        if self.running and not self.has_ended() and not self.has_unread_bytes():
-            return []
-        self.close()
-        self.start()
-        self.generation += 1
-        message = {
-            "config": self.config.model_dump(mode="json"),
-            "folders": list(map(str, self.folders)),
-            "with_schemas": with_schemas,
-        }
-        loaded = self.exchange(message, "loading", LOAD_LIMIT_S, replies.MAX_LOADED_BYTES, replies.reader(replies.Loaded))
-        place = "interaction.environment" if self.config.environment else "interaction.tools"
-        if isinstance(loaded, WorkerFault):
-            reason = _reason(loaded, LOAD_LIMIT_S, self.config.memory_mb)
-            fix = "import its module in a Python session to find what ends the process"
-            raise UserError(f"importing the tools or the environment {reason}", place=place, fix=fix)
-        if loaded.error is not None or loaded.form is None:
-            self.close()
-            raise replies.error_of(loaded.error or "", place)
-        self.form, self.own_calls, self.rewards_at_end = loaded.form, loaded.own_calls, loaded.rewards_at_end
-        return [dict(one) for one in loaded.schemas]
-
-    def ask(self, what: str, message: Mapping[str, Any], shape: type[Shape], max_bytes: int) -> Shape | Lost:
-        """Send a request to the process and wait for its reply.
-
-        Args:
-            what: kind of the request.
-            message: the rest of it.
-            shape: shape of the reply.
-            max_bytes: maximum size of the reply.
-        """
-        label = f"{message.get('name', what)} in conversation {message.get('conversation', '')}".strip()
-        label, limit_s = label.replace("\n", " ")[:200], self.config.timeout_s
-        reply = self.exchange({"what": what, **message}, label, limit_s, max_bytes, replies.reader(shape))
-        return Lost(_reason(reply, limit_s, self.config.memory_mb)) if isinstance(reply, WorkerFault) else reply
-
-
-def _reason(fault: WorkerFault, limit_s: float, memory_mb: int) -> str:
-    if fault.kind == "hung":
-        return f"did not return within {limit_s:g} s"
-    if fault.kind == "memory":
-        return f"used more than {memory_mb} MiB of memory"
-    if fault.kind == "broken":
-        return f"{fault.detail} on the socket of its worker process"
-    return f"ended its worker process ({fault.detail})"
 
 
 @dataclass(slots=True)
@@ -238,13 +153,13 @@ class EnvironmentPool:
         for worker in {one.worker for one in known}:
             numbers = [one.number for one in known if one.worker is worker and one.generation == worker.generation]
             if numbers and worker.running:
-                worker.ask("end", {"conversations": numbers}, replies.Ended, replies.BASE_BYTES)
+                worker.ask("end", {"conversations": numbers}, Reply, BASE_BYTES)
         return [None if one is None else rewards[id(one)] for one in found]
 
     def perfect(self, conversation: int) -> list[str] | str | None:
         """The turns of a perfect player, by the environment's method `perfect(row)`; None if it has none, a text if it fails."""
         one = self._conversations[conversation]
-        reply = self._ask(one, "perfect", {"row": dict(one.row)}, replies.Perfect, replies.MAX_PERFECT_BYTES)
+        reply = self._ask(one, "perfect", {"row": dict(one.row)}, Perfect, MAX_PERFECT_BYTES)
         if isinstance(reply, Lost):
             return f"perfect {reply.reason}"
         return reply.error or reply.turns
@@ -281,7 +196,7 @@ class EnvironmentPool:
         one.worker.load(with_schemas=False)
         one.generation = one.worker.generation
         message = {"row": dict(one.row), "seed_of_row": one.seed}
-        reply = self._ask(one, "begin", message, replies.Opened, replies.MAX_OPENING_BYTES)
+        reply = self._ask(one, "begin", message, Opened, MAX_OPENING_BYTES)
         one.error = f"reset {reply.reason}" if isinstance(reply, Lost) else reply.error
         one.over = one.error is not None
         if isinstance(reply, Lost) or one.error is not None:
@@ -293,11 +208,11 @@ class EnvironmentPool:
         turn = self._read(text)
         if one.over:
             return Observation(turn.message(), done=True, error=one.error or OVER)
-        if one.worker.own_calls:
+        if one.worker.loaded.own_calls:
             return self._pass_on(one, turn, spoken(text))
         if turn.calls:
             return self._execute(one, turn)
-        if one.worker.form == "steps":
+        if one.worker.loaded.form == "steps":
             return self._step(one, turn, spoken(text))
         return self._finish(one, Observation(turn.message(), done=True, info=_info(one)))
 
@@ -317,7 +232,7 @@ class EnvironmentPool:
                 one.faults += 1
                 reason = reply.reason if reply.reason == NOT_REPEATED else f"{call.name} {reply.reason}"
                 # A tool keeps nothing, so its conversation can go on. An environment is gone with its process.
-                if one.worker.form != "tools" or one.faults == MAX_FAULTS:
+                if one.worker.loaded.form != "tools" or one.faults == MAX_FAULTS:
                     return self._fail(one, Observation(turn.message(), messages, calls=num, info=_info(one)), reason)
                 messages.append(_said(call, _as_error(reason)))
             else:
@@ -348,14 +263,14 @@ class EnvironmentPool:
         # First, because answers of tools follow their turn; the environment may speak as a user after its own.
         return replace(observed, messages=[*refused, *observed.messages], calls=num)
 
-    def _call(self, one: _Conversation, call: Call) -> replies.Answered | Lost:
+    def _call(self, one: _Conversation, call: Call) -> Answered | Lost:
         message = {"name": call.name, "arguments": dict(call.arguments)}
-        return self._ask(one, "call", message, replies.Answered, replies.max_bytes(1, self.config.max_answer_chars))
+        return self._ask(one, "call", message, Answered, max_bytes(1, self.config.max_answer_chars))
 
     def _step(self, one: _Conversation, turn: ParsedTurn, text: str) -> Observation:
-        size = replies.max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
+        size = max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
         said = turn.message()
-        reply = self._ask(one, "step", {"text": text, "turn": said}, replies.Stepped, size)
+        reply = self._ask(one, "step", {"text": text, "turn": said}, Stepped, size)
         if isinstance(reply, Lost):
             reason = reply.reason if reply.reason == NOT_REPEATED else f"step {reply.reason}"
             return self._fail(one, Observation(said), reason)
@@ -384,9 +299,9 @@ class EnvironmentPool:
 
     def _final_reward(self, one: _Conversation) -> float | str | None:
         """What the environment gives for the whole conversation; a text if it fails."""
-        if not one.worker.rewards_at_end:
+        if not one.worker.loaded.rewards_at_end:
             return None
-        reply = self._ask(one, "final", {}, replies.Final, replies.BASE_BYTES)
+        reply = self._ask(one, "final", {}, Final, BASE_BYTES)
         if isinstance(reply, Lost):
             return reply.reason if reply.reason == NOT_REPEATED else f"get_reward {reply.reason}"
         return reply.error or reply.reward
@@ -409,7 +324,7 @@ class EnvironmentPool:
         if one.generation == one.worker.generation:
             return None
         # A tool keeps nothing between two calls, so there is nothing to play again but the beginning.
-        events = one.events[:1] if one.worker.form == "tools" else one.events
+        events = one.events[:1] if one.worker.loaded.form == "tools" else one.events
         for event in events:
             reply = one.worker.ask(event.what, event.message, event.shape, event.max_bytes)
             if isinstance(reply, Lost) or reply.model_dump(exclude={"request"}) != event.reply:

@@ -33,7 +33,9 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeFloat
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.places import row_place
@@ -61,10 +63,14 @@ MAX_EXTRA_CHARS = 300
 """Characters kept of one value of such a column."""
 MAX_GOLD_CHARS = 100_000
 """Characters kept of a completion that a user's function makes for the lab."""
+MAX_TEXT_CHARS = 4_000
+"""Maximum length of any text of a fault."""
 
 Extra = float | str | None
 """One value passed to log_extra."""
-
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARS)]
+ReportedExtra = Annotated[str, Field(max_length=MAX_EXTRA_CHARS)] | FiniteFloat | None
 
 TaskRewards = Mapping[str, Collection[str] | None]
 """Names of the functions that apply to each task. None, or a task that is missing: every function of the stage."""
@@ -162,34 +168,34 @@ def origin_of(row: PromptRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FunctionScores:
-    """The checked result of one call of one function."""
+    """The checked result of one call of one function. The worker sends it in this shape, and no other is accepted."""
 
-    scores: list[float | None]
+    scores: list[FiniteFloat | None]
     """One per completion; None where the function does not apply."""
-    seconds: float
+    seconds: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
     """Time inside the function."""
-    tokens: dict[int, list[float]] = field(default_factory=dict)
+    tokens: dict[int, list[FiniteFloat]] = field(default_factory=dict)
     """Scores of single tokens, by index of the completion, for completions that the function scored token by token."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
     """What the function passed to log_metric, averaged over the call."""
-    extra: dict[str, list[Extra]] = field(default_factory=dict)
+    extra: Annotated[dict[MetricName, list[ReportedExtra]], Field(max_length=MAX_EXTRAS)] = field(default_factory=dict)
     """What the function passed to log_extra: N values by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFault:
-    """One failed call of a function."""
+    """One failed call of a function; like FunctionScores, the shape in which the worker sends it."""
 
     kind: Literal["raised", "hung", "died", "broken", "unavailable"]
-    detail: str
+    detail: Text
     """What happened. It completes a sentence that begins with the name of the function."""
-    source: str = ""
+    source: Text = ""
     """File, line and function of the exception in the user's own code, when known."""
     index: int | None = None
     """Index of the completion in the batch, when known."""
-    fix: str = ""
+    fix: Text = ""
     """What to do. Empty: the general advice of `reward_error`."""
-    arguments: str = ""
+    arguments: Text = ""
     """Types and sizes of the arguments of the call, for an exception."""
 
 

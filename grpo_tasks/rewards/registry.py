@@ -98,7 +98,7 @@ def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequ
     if len(texts) != len(rows) or not all(text is None or isinstance(text, str) for text in texts):
         fix = "return a list with one text per row, None where there is none"
         raise ConfigError(f"{path} returned {len(texts)} completions for {len(rows)} rows", place=place, fix=fix)
-    return [text if text is None else text[:MAX_GOLD_CHARS].encode(errors="backslashreplace").decode() for text in texts]
+    return [text if text is None else text[:MAX_GOLD_CHARS] for text in texts]
 
 
 def _bind(

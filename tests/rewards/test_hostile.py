@@ -7,7 +7,7 @@ from grpo_tasks.rewards.contract import FunctionScores, RewardFault
 from tests.rewards.processes import server_process, wait_until
 
 FUNCTIONS = """
-    import json, os, sys, threading, time
+    import json, os, threading, time
     from multiprocessing.connection import Connection
 
     def texts(completions):
@@ -54,12 +54,12 @@ FUNCTIONS = """
         return [1.0] * len(completions)
 
     def twice(prompts, completions, **columns):
-        from grpo_tasks.rewards import serve
-        serve.__dict__.setdefault("_kept", sys.modules["__main__"].write_frame)
+        from grpo_tasks.processes import worker_main
+        worker_main.__dict__.setdefault("_kept", worker_main.write_frame)
         def both(descriptor, payload):
-            serve._kept(descriptor, payload)
-            serve._kept(descriptor, payload)
-        sys.modules["__main__"].write_frame = both
+            worker_main._kept(descriptor, payload)
+            worker_main._kept(descriptor, payload)
+        worker_main.write_frame = both
         return [1.0] * len(completions)
 """
 
