@@ -9,7 +9,6 @@
 Functions and methods may be async.
 """
 
-import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from unittest.mock import patch
 
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.environments.texts import describe
+from grpo_tasks.processes.worker_main import awaited
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError, UserError
 
@@ -29,20 +29,9 @@ Form = Literal["tools", "methods", "steps"]
 
 _EXAMPLE = 'a description, then "Args:" with a line "    NAME: what it is" for each argument'
 
-# One loop for all calls: a client that a method opened in one call still works in the next.
-_LOOP = asyncio.Runner()
-
 
 def tool_schemas(tools: Iterable[Callable[..., Any]], *, place: str) -> list[Schema]:
-    """The schemas of these tools, in their order.
-
-    Args:
-        tools: functions or bound methods.
-        place: where they are named, for error messages.
-
-    Raises:
-        ConfigError: a tool without types or docstring, or two tools of one name.
-    """
+    """The schemas of these tools, in their order; raises ConfigError as `tool_schema`, and for two tools of one name."""
     schemas: dict[str, Schema] = {}
     for tool in tools:
         schema = tool_schema(tool, place=place)
@@ -64,7 +53,9 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
     # Imported here: only a worker that is asked for schemas needs it.
     from transformers.utils import chat_template_utils as library
 
-    place = f"{place}; {_line_of(tool)}"
+    code = getattr(inspect.unwrap(tool), "__code__", None)
+    line = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(tool, "__qualname__", type(tool).__name__)
+    place = f"{place}; {line}"
     name = getattr(tool, "__name__", "")
     if not name.isidentifier():
         fix = "write def NAME(...) with types and a docstring"
@@ -72,7 +63,12 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
     if not (inspect.getdoc(tool) or "").strip():
         raise ConfigError(f"the tool {name} has no docstring", place=place, fix=f"add one: {_EXAMPLE}")
     for parameter in inspect.signature(tool).parameters.values():
-        _check(parameter, name, place)
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            fix = "give every argument a name of its own"
+            raise ConfigError(f"{name} takes {parameter}, and a call names its arguments", place=place, fix=fix)
+        if parameter.annotation is parameter.empty:
+            fix = f"annotate it: {parameter.name}: str, int, float, bool, list or dict"
+            raise ConfigError(f"the argument {parameter.name} of {name} has no type", place=place, fix=fix)
     try:
         # Without these, a question about images and tensors would import torch: seconds, and hundreds of megabytes.
         with patch.object(library, "is_torch_available", bool), patch.object(library, "is_vision_available", bool):
@@ -81,9 +77,8 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
         raise ConfigError(f"the docstring of {name} does not describe every argument", place=place, fix=_EXAMPLE) from error
     except library.TypeHintParsingException as error:
         message = f"{name}: {' '.join(map(str, error.args))}"
-        raise ConfigError(
-            message, place=place, fix="use str, int, float, bool, list, dict, Literal or unions of these"
-        ) from error
+        fix = "use str, int, float, bool, list, dict, Literal or unions of these"
+        raise ConfigError(message, place=place, fix=fix) from error
     except (NameError, AttributeError, TypeError, ValueError, RecursionError) as error:
         message = f"the types of {name} cannot be read: {type(error).__name__}: {error}"
         raise ConfigError(message, place=place, fix="correct its annotations, or the choices in its docstring") from error
@@ -124,21 +119,6 @@ def is_ours(instance: object, name: str) -> bool:
         return False
     first = positional[0]
     return name == "step" or first.name == "row" or first.annotation is first.empty
-
-
-def _check(parameter: inspect.Parameter, name: str, place: str) -> None:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if parameter.kind not in named:
-        fix = "give every argument a name of its own"
-        raise ConfigError(f"{name} takes {parameter}, and a call names its arguments", place=place, fix=fix)
-    if parameter.annotation is inspect.Parameter.empty:
-        fix = f"annotate it: {parameter.name}: str, int, float, bool, list or dict"
-        raise ConfigError(f"the argument {parameter.name} of {name} has no type", place=place, fix=fix)
-
-
-def _line_of(tool: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(tool), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(tool, "__qualname__", type(tool).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +233,3 @@ def close(instance: Any) -> None:
     with suppress(Exception):
         if is_ours(instance, "close"):
             awaited(instance.close())
-
-
-def awaited(result: Any) -> Any:
-    """What a function returned; the result of the coroutine if it is async."""
-
-    async def wait() -> Any:
-        return await result
-
-    return _LOOP.run(wait()) if inspect.isawaitable(result) else result

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from grpo_tasks.environments.forms import awaited, call_reset, close, import_all, is_ours, public_tools, takes_calls
+from grpo_tasks.environments.forms import call_reset, close, import_all, is_ours, public_tools, takes_calls
 from grpo_tasks.environments.texts import (
     MAX_INFO_CHARS,
     ShapeError,
@@ -29,7 +29,7 @@ from grpo_tasks.environments.texts import (
     read_reward,
     read_step,
 )
-from grpo_tasks.processes.worker_main import answer_requests
+from grpo_tasks.processes.worker_main import answer_requests, awaited
 from schemas.config.learning.interaction import InteractionConfig
 
 Request = Mapping[str, Any]
@@ -97,17 +97,16 @@ class Conversations:
         return {"messages": opening, "state": self._state(instance)}
 
     def call(self, request: Request) -> dict[str, Any]:
-        """Execute a call: {"text", "failed", "state"}."""
+        """Execute a call: {"text", "state"}."""
         played, name = self._seed(request), request["name"]
-        failed = False
         try:
             if name not in played.tools:
                 raise LookupError(f"there is no tool {name}")
             text = as_text(awaited(played.tools[name](**request["arguments"])), self._limit)
         except FAULTS as error:
             _print(error)
-            failed, text = True, failure(error, self._limit)
-        return {"text": text, "failed": failed, "state": self._state(played.instance)}
+            text = failure(error, self._limit)
+        return {"text": text, "state": self._state(played.instance)}
 
     @blames("step")
     def step(self, request: Request) -> dict[str, Any]:

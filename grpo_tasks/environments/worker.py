@@ -20,16 +20,13 @@ LOAD_LIMIT_S = 300.0
 MIB = 2**20
 BASE_BYTES = 2**18
 """Maximum size of a reply without its texts: info, the attributes of an environment, an error."""
-MAX_LOADED_BYTES = 2**22
-MAX_OPENING_BYTES = 2**26
-MAX_PERFECT_BYTES = 2**24
-_MARK_CHARS = 200
-"""More than the mark of a cut answer takes."""
+MAX_LOADED_BYTES, MAX_OPENING_BYTES, MAX_PERFECT_BYTES = 2**22, 2**26, 2**24
 
 
 def max_bytes(num_texts: int, max_chars: int) -> int:
     """Maximum size of a reply with as many texts: a character may become two escapes of six bytes."""
-    return BASE_BYTES + num_texts * 12 * (max_chars + _MARK_CHARS)
+    mark_chars = 200  # more than the mark of a cut answer takes
+    return BASE_BYTES + num_texts * 12 * (max_chars + mark_chars)
 
 
 class Loaded(Reply):
@@ -70,24 +67,16 @@ class Answered(Reply):
     """A tool has answered."""
 
     text: str
-    failed: bool
     state: dict[str, JsonValue]
 
 
 class Stepped(Reply):
-    """An environment has answered."""
+    """An environment has answered a turn, or rewards the whole conversation."""
 
     messages: Annotated[list[EnvironmentMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     done: bool = False
     reward: FiniteFloat | None = None
     info: dict[str, JsonValue] = Field(default_factory=dict)
-    error: str | None = None
-
-
-class Final(Reply):
-    """The reward of a whole conversation."""
-
-    reward: FiniteFloat | None = None
     error: str | None = None
 
 

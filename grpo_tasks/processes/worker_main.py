@@ -4,7 +4,9 @@ Requests and replies are JSON in frames on a socket of their own, so nothing tha
 is ended from outside. The code can reach everything in this process, so the parent checks every reply (worker_process.py).
 """
 
+import asyncio
 import ctypes
+import inspect
 import json
 import os
 import sys
@@ -21,6 +23,18 @@ from schemas.secret import hide_output
 _dumps, _loads = json.dumps, json.loads
 _read: Callable[[int, int], bytes] = os.read
 _write: Callable[[int, bytes], int] = os.write
+
+# One loop for all calls, as in TRL: a client that a function opened in one call still works in the next.
+_LOOP = asyncio.Runner()
+
+
+def awaited(result: Any) -> Any:
+    """What a function of the user's returned; the result of the coroutine if it is async."""
+
+    async def wait() -> Any:
+        return await result
+
+    return _LOOP.run(wait()) if inspect.isawaitable(result) else result
 
 
 def answer_requests(handlers: Mapping[str, Callable[[dict[str, Any]], Mapping[str, Any]]]) -> None:

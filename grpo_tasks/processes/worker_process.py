@@ -235,11 +235,8 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerLink:
-    """Two connected pairs of sockets.
-
-    `worker_ends` are the data and control sockets for the other side. Close them here once the child process has inherited them:
-    as long as any copy is open, the end of the worker does not show as an end of file.
-    """
+    """Two connected pairs of sockets. Close `worker_ends`, those of the other side, once the child process has inherited them: as
+    long as any copy is open, the end of the worker does not show as an end of file."""
 
     def __init__(self) -> None:
         self.data, worker_data = socket.socketpair()
@@ -272,12 +269,7 @@ class WorkerLink:
             self.control.send(f"{order}\n".encode())
 
     def send(self, payload: bytes, deadline: float) -> None:
-        """Send a frame to the worker.
-
-        Raises:
-            TimeoutError: the worker did not read all of it by the deadline.
-            WorkerEndedError: the worker has ended.
-        """
+        """Send a frame to the worker; raises TimeoutError or WorkerEndedError if it did not read all of it."""
         self.received = 0
         rest = memoryview(frame(payload))
         while rest:

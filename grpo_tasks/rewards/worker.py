@@ -31,10 +31,8 @@ LOAD_LIMIT_S = 300.0
 """Time limit for importing all functions. A user's function may load a model."""
 SEARCH_GRACE_S = 0.5
 """Added to the time limit of each call while the failing completion is searched: the overhead of a call."""
-MAX_LOADED_BYTES = 2**20
-"""Maximum size of the reply to the request to load functions."""
-GOLD_BYTES = 12 * MAX_GOLD_CHARS + 8
-"""Maximum size in JSON of one gold completion: a character may become two escapes of six bytes."""
+MAX_LOADED_BYTES, GOLD_BYTES = 2**20, 12 * MAX_GOLD_CHARS + 8
+"""Maximum size of the reply after loading, and of one gold completion: a character may become two escapes of six bytes."""
 _DESCRIPTOR_FIX = "write only to file descriptors that the function has opened itself"
 
 
@@ -181,8 +179,7 @@ class RewardWorker(WorkerProcess):
     def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
 
-        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again. Use it
-        only when the fault stops the run.
+        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again.
         """
 
         def fails(indices: range) -> bool:

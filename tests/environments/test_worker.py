@@ -8,6 +8,7 @@ import pytest
 
 from grpo_tasks.environments import worker
 from grpo_tasks.processes.worker_process import MalformedReplyError
+from tests.processes.waiting import has_ended, until
 
 TOOLS = '''
 import os, subprocess, sys, threading
@@ -86,24 +87,21 @@ def test_nothing_that_a_tool_has_started_is_left(pool_of, call, row):
     pid = int(observed.messages[0]["content"])
     assert psutil.pid_exists(pid)
     pool.close()
-    deadline = time.monotonic() + 20.0
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: has_ended(pid))
 
 
 @pytest.mark.parametrize(
     ("shape", "payload"),
     [
         (worker.Answered, "no JSON"),
-        (worker.Answered, '{"request": "a", "text": 5, "failed": false, "state": {}}'),
-        (worker.Answered, '{"request": "a", "text": "x", "failed": false, "state": {}, "more": 1}'),
-        (worker.Answered, '{"request": "b", "text": "x", "failed": false, "state": {}}'),
+        (worker.Answered, '{"request": "a", "text": 5, "state": {}}'),
+        (worker.Answered, '{"request": "a", "text": "x", "state": {}, "more": 1}'),
+        (worker.Answered, '{"request": "b", "text": "x", "state": {}}'),
         (worker.Stepped, '{"request": "a", "reward": NaN}'),
         (worker.Stepped, '{"request": "a", "reward": "1"}'),
         (worker.Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
         (worker.Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
-        (worker.Final, '{"request": "a", "reward": 1e999}'),
+        (worker.Stepped, '{"request": "a", "reward": 1e999}'),
         (worker.Loaded, '{"request": "a", "form": "other"}'),
         (worker.Loaded, '{"request": "a"}'),
         *((worker.Loaded, json.dumps({"request": "a", "error": error})) for error in ("[]", "", "{}", "5", 5)),
@@ -121,10 +119,7 @@ def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(
     pool.begin([(0, row(), 0), (1, row(), 1)])
     (observed,) = pool.answer([(0, call("end_later"))])
     pid = int(observed.messages[0]["content"])
-    deadline = time.monotonic() + 20.0
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not psutil.pid_exists(pid))
     # The supervisor reports after it has collected the process.
     time.sleep(0.2)
     assert pool.answer([(1, call("add", a=1, b=2))])[0].messages[0]["content"] == "3"
