@@ -11,10 +11,9 @@ class InProcessWorker(RewardWorker):
     """A RewardWorker whose other end is called here. For functions of ours only: a hang or a crash would be the test's own."""
 
     running = True
-    functions = None
 
     def start(self):
-        pass
+        self.functions = serve.Functions()
 
     def close(self):
         pass
@@ -22,14 +21,9 @@ class InProcessWorker(RewardWorker):
     def has_unread_bytes(self):
         return False
 
-    def exchange(self, message, _label, _limit_s, _max_bytes, read):
-        request = json.loads(json.dumps({"request": "r", **message}))
-        if self.functions is None:
-            self.functions = serve._load(request)
-            reply = {"loaded": list(self.functions)}
-        else:
-            reply = serve._score(self.functions[request["name"]], request)
-        return read(json.dumps({"request": "r", **reply}).encode(), "r")
+    def exchange(self, what, message, shape, **_limits):
+        reply = getattr(self.functions, what)(json.loads(json.dumps(message)))
+        return shape.read(json.dumps({"request": "r", **reply}).encode(), "r", message)
 
 
 def suite_of(spec):

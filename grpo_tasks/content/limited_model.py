@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from grpo_tasks.processes.link import MalformedReplyError
-from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
+from grpo_tasks.processes.worker_process import Reply, Shape, WorkerFault, WorkerProcess
 from schemas.errors import ModelError
 from schemas.paths import EMBEDDED, resolve
 
@@ -29,15 +28,13 @@ BATCH = 256
 _CHECK_BYTES, _RENDER_BYTES = 2**16, 2**28
 
 
-class _Reply(BaseModel):
-    """The reply to a check, which has the first fields, or to chats, which has the others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    request: str
+class _Checked(Reply):
     file: str = ""
     error: str = ""
-    texts: list[str] = Field(default_factory=list)
+
+
+class _Rendered(Reply):
+    texts: list[str]
     refused: dict[int, str] = Field(default_factory=dict)
 
 
@@ -54,7 +51,7 @@ class LimitedModel:
         Raises:
             ModelError: one of them does not end, takes too much memory, or a header is damaged.
         """
-        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES)
+        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
         if made.file:
             raise ModelError(
                 f"the weights cannot be read: {made.error}", place=made.file, fix="download the file again, or name another model"
@@ -65,27 +62,18 @@ class LimitedModel:
     ) -> tuple[list[str], dict[int, str]]:
         """As `serve_model.render`; raises `ModelError` where the template does not end or takes too much memory."""
         message = {"template": template, "special": special, "chats": chats, "opened": opened}
-        made = self._ask("render", message, RENDER_S, _RENDER_BYTES)
+        made = self._ask("render", message, RENDER_S, _RENDER_BYTES, _Rendered)
         return made.texts, made.refused
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
 
-    def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int) -> _Reply:
+    def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int, shape: type[Shape]) -> Shape:
         if not self._process.running:
             self._process.start()
 
-        def read(payload: bytes, request: str) -> _Reply:
-            try:
-                reply = _Reply.model_validate_json(payload)
-            except ValidationError as error:
-                raise MalformedReplyError("wrote something else than the reply") from error
-            if reply.request != request:
-                raise MalformedReplyError("wrote a reply to another request")
-            return reply
-
-        reply = self._process.exchange({"what": what, **message}, what, limit_s, max_bytes, read)
+        reply = self._process.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes)
         if not isinstance(reply, WorkerFault):
             return reply
         reason = {
@@ -129,11 +117,8 @@ def check_model_files(path: str, revision: str | None) -> None:
     Raises:
         ModelError: as `LimitedModel.check`.
     """
-    if path.startswith(EMBEDDED):
-        return
-    # Names, sizes and times of the files in a folder; none for a hub id.
-    files = [(file.name, file.stat()) for file in sorted(Path(path).glob("*")) if file.is_file()]
-    _check_once(path, revision, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files))
+    if not path.startswith(EMBEDDED):
+        _check_once(path, revision, _state(path))
 
 
 @cache
@@ -145,3 +130,12 @@ def _check_once(path: str, revision: str | None, state: tuple[tuple[str, int, in
     finally:
         if current is None:
             model.close()
+
+
+def _state(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of the files in a folder; empty for a hub id."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return ()
+    found = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in found)

@@ -1,11 +1,9 @@
 """`python -P -m grpo_tasks.content.serve_model FD`: reads the files of a strange model. limited_model.py starts it, with limits.
 
-Requests and replies are JSON in frames (grpo_tasks/processes/framing.py). Whatever does not end here is ended from outside.
+Whatever does not end here is ended from outside.
 """
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import cached_file
 
-from grpo_tasks.processes.framing import read_frame, write_frame
-from grpo_tasks.processes.lifetime import die_with_parent
+from grpo_tasks.processes.worker_main import answer_requests
 
 _TEXTS = [piece * 1_000 for piece in ("a", "aA", "1", " ", " a", "\n", "\t \n", "!", "é", "漢", "🙂", "a1_-")]
 """Long runs of each kind of character: a pattern that goes back and forth takes longest on these."""
@@ -73,21 +70,10 @@ def _check(path: str, revision: str | None) -> dict[str, str]:
     return {}
 
 
-def main() -> None:
-    """Answer requests until the parent closes the socket."""
-    die_with_parent()
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    with suppress(EOFError):
-        while True:
-            request = json.loads(read_frame(descriptor))
-            if request["what"] == "check":
-                answer: dict[str, Any] = _check(request["path"], request["revision"])
-            else:
-                texts, refused = render(request["template"], request["special"], request["chats"], opened=request["opened"])
-                answer = {"texts": texts, "refused": refused}
-            write_frame(descriptor, json.dumps({"request": request["request"], **answer}).encode())
+def _render(request: Mapping[str, Any]) -> dict[str, Any]:
+    texts, refused = render(request["template"], request["special"], request["chats"], opened=request["opened"])
+    return {"texts": texts, "refused": refused}
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests({"check": lambda request: _check(request["path"], request["revision"]), "render": _render})

@@ -1,6 +1,7 @@
 """A config whose prompts show the tools that it offers."""
 
-from grpo_tasks.environments.offered import open_environments, with_tools
+from grpo_tasks.environments.contract import with_tools
+from grpo_tasks.environments.pool import EnvironmentPool
 from schemas.config.run import RunConfig
 
 
@@ -15,7 +16,7 @@ def with_offered_tools(config: RunConfig) -> RunConfig:
     # Imports transformers, which a run without tools does not need here.
     from grpo_tasks.data.chat_tokens import load_counter
 
-    environments = open_environments(config.interaction, chat_template=load_counter(config.model).tokenizer.chat_template)
+    environments = EnvironmentPool(config.interaction, chat_template=load_counter(config.model).tokenizer.chat_template)
     try:
         return config.model_copy(update={"rollout": with_tools(config.rollout, environments.schemas())})
     finally:

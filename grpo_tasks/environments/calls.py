@@ -32,6 +32,8 @@ MOST_CALLS = 1024
 MAX_CALL_CHARS = 262_144
 """Characters of the JSON of one call."""
 MAX_ERROR_CHARS = 300
+_FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
+"""What the chat templates of other families write calls with."""
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -91,9 +93,6 @@ def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
     return "json"
 
 
-_FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
-
-
 def read_turn(
     text: str,
     call_format: ReadFormat,
@@ -112,8 +111,12 @@ def read_turn(
             so when the first of the tags in the text is a closing one.
         tools: names of the tools.
     """
-    text = text[: _end_of_text(text)]
-    start = _first_outside(text, reasoning, starts_inside)
+    text, start = spoken(text), 0
+    if starts_inside and reasoning:
+        start = _after_block(text, 0, reasoning[0])
+    elif starts_inside is None and reasoning:
+        first = _markers(tuple(reasoning), False).search(text)
+        start = first.end() if first and first[0].startswith("</") else 0
     if call_format != "hermes":
         turn = _alone(text, start, reasoning, tools)
         if turn.calls or call_format == "llama":
@@ -130,32 +133,16 @@ def write_call(name: str, arguments: Mapping[str, Any], call_format: ReadFormat)
 
 def spoken(text: str) -> str:
     """The text of a turn without the special tokens that end it."""
-    return text[: _end_of_text(text)]
-
-
-def _end_of_text(text: str) -> int:
     end = len(text)
     while True:
         last = end
         # By position: a slice for each of a million marks would take quadratic time.
         while end and text[end - 1] in _SPACE:
             end -= 1
-        for mark in END_MARKS:
-            if text.endswith(mark, 0, end):
-                end -= len(mark)
-                break
-        else:
-            return last
-
-
-def _first_outside(text: str, reasoning: Sequence[str], starts_inside: bool | None) -> int:
-    """Where the reasoning ends that the prompt has opened; 0 if it has not."""
-    if starts_inside is False or not reasoning:
-        return 0
-    if starts_inside:
-        return _after_block(text, 0, reasoning[0])
-    first = _markers(tuple(reasoning), False).search(text)
-    return first.end() if first and first[0].startswith("</") else 0
+        mark = next((mark for mark in END_MARKS if text.endswith(mark, 0, end)), None)
+        if mark is None:
+            return text[:last]
+        end -= len(mark)
 
 
 @lru_cache(maxsize=64)
@@ -303,17 +290,14 @@ def _decode(text: str, start: int) -> tuple[Any, int, str | None]:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
+    if text in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"{text} is not a JSON number")
+    if not math.isfinite(number := float(text)):
         raise ValueError("a number is not finite")
     return number
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _printable(text: str) -> str:
@@ -322,11 +306,7 @@ def _printable(text: str) -> str:
 
 
 class Checker:
-    """Checks calls against the schemas of the tools.
-
-    Args:
-        schemas: as `apply_chat_template(tools=...)` takes them.
-    """
+    """Checks calls against the schemas of the tools, which are those of `apply_chat_template(tools=...)`."""
 
     def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         from jsonschema import Draft202012Validator
@@ -336,7 +316,7 @@ class Checker:
         # An empty registry fetches nothing.
         registry: Any = Registry()
         self._validators = {
-            name: Draft202012Validator(_with_null(parameters), registry=registry) for name, parameters in self._parameters.items()
+            name: Draft202012Validator(_with_null(one), registry=registry) for name, one in self._parameters.items()
         }
 
     def check(self, call: Call) -> Call:
@@ -370,9 +350,9 @@ def _with_null(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     made = {key: _with_null(value) for key, value in schema.items() if key not in ("nullable", "enum", "properties")}
-    made |= {"enum": schema["enum"]} if "enum" in schema else {}
-    # The keys below are names of arguments, whatever they are.
-    made |= (
-        {"properties": {name: _with_null(one) for name, one in schema["properties"].items()}} if "properties" in schema else {}
-    )
+    if "enum" in schema:
+        made["enum"] = schema["enum"]
+    if "properties" in schema:
+        # The keys below are names of arguments, whatever they are.
+        made["properties"] = {name: _with_null(one) for name, one in schema["properties"].items()}
     return {"anyOf": [made, {"type": "null"}]} if schema.get("nullable") is True else made

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from schemas.config.rollout import RolloutConfig
+
 Message = Mapping[str, Any]
 """A chat message: role and content, and what else a template knows, such as tool_calls and name."""
 
@@ -77,3 +79,11 @@ class Environments(Protocol):
     def close(self) -> None:
         """End all worker processes."""
         ...
+
+
+def with_tools(rollout: RolloutConfig, schemas: Sequence[Mapping[str, Any]]) -> RolloutConfig:
+    """The section `rollout` whose chat template shows these tools in every prompt; for this process, not for a file."""
+    if not schemas:
+        return rollout
+    values = {**rollout.chat_template_kwargs, "tools": [dict(schema) for schema in schemas]}
+    return rollout.model_copy(update={"chat_template_kwargs": values})

@@ -1,4 +1,4 @@
-"""The forms in which a user writes tools and environments. Runs in the worker process: all of this is the user's code.
+"""The forms in which a user writes tools and environments. Runs in the worker process: it calls the user's code.
 
     tools    functions; nothing is kept between two calls
     methods  a class with reset(**columns) and public methods, which are its tools (TRL's `environment_factory`)
@@ -6,56 +6,32 @@
              attribute `tools`. One that has an attribute `schemas` executes its calls itself: its step receives the turn as a
              message, with tool_calls
 
-Functions and methods may be async. They are called with the generators of `random`, numpy and torch seeded by conversation and
-turn, so that a conversation goes the same way in every worker. torch is seeded once the user's code has imported it: nothing else
-here needs it, and importing it takes seconds.
+Functions and methods may be async.
 """
 
-import asyncio
 import inspect
-import json
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from grpo_tasks.content.modules import import_object
-from grpo_tasks.environments.texts import (
-    MAX_INFO_CHARS,
-    ShapeError,
-    as_text,
-    describe,
-    failure,
-    read_opening,
-    read_reward,
-    read_step,
-)
+from grpo_tasks.environments.texts import describe
+from grpo_tasks.processes.worker_main import awaited
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError, UserError
 
 Schema = dict[str, Any]
+Form = Literal["tools", "methods", "steps"]
 
 _EXAMPLE = 'a description, then "Args:" with a line "    NAME: what it is" for each argument'
 
-# One loop for all calls: a client that a method opened in one call still works in the next.
-_LOOP = asyncio.Runner()
-
 
 def tool_schemas(tools: Iterable[Callable[..., Any]], *, place: str) -> list[Schema]:
-    """The schemas of these tools, in their order.
-
-    Args:
-        tools: functions or bound methods.
-        place: where they are named, for error messages.
-
-    Raises:
-        ConfigError: a tool without types or docstring, or two tools of one name.
-    """
+    """The schemas of these tools, in their order; raises ConfigError as `tool_schema`, and for two tools of one name."""
     schemas: dict[str, Schema] = {}
     for tool in tools:
         schema = tool_schema(tool, place=place)
@@ -77,7 +53,9 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
     # Imported here: only a worker that is asked for schemas needs it.
     from transformers.utils import chat_template_utils as library
 
-    place = f"{place}; {_line_of(tool)}"
+    code = getattr(inspect.unwrap(tool), "__code__", None)
+    line = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(tool, "__qualname__", type(tool).__name__)
+    place = f"{place}; {line}"
     name = getattr(tool, "__name__", "")
     if not name.isidentifier():
         fix = "write def NAME(...) with types and a docstring"
@@ -85,7 +63,12 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
     if not (inspect.getdoc(tool) or "").strip():
         raise ConfigError(f"the tool {name} has no docstring", place=place, fix=f"add one: {_EXAMPLE}")
     for parameter in inspect.signature(tool).parameters.values():
-        _check(parameter, name, place)
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            fix = "give every argument a name of its own"
+            raise ConfigError(f"{name} takes {parameter}, and a call names its arguments", place=place, fix=fix)
+        if parameter.annotation is parameter.empty:
+            fix = f"annotate it: {parameter.name}: str, int, float, bool, list or dict"
+            raise ConfigError(f"the argument {parameter.name} of {name} has no type", place=place, fix=fix)
     try:
         # Without these, a question about images and tensors would import torch: seconds, and hundreds of megabytes.
         with patch.object(library, "is_torch_available", bool), patch.object(library, "is_vision_available", bool):
@@ -94,9 +77,8 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
         raise ConfigError(f"the docstring of {name} does not describe every argument", place=place, fix=_EXAMPLE) from error
     except library.TypeHintParsingException as error:
         message = f"{name}: {' '.join(map(str, error.args))}"
-        raise ConfigError(
-            message, place=place, fix="use str, int, float, bool, list, dict, Literal or unions of these"
-        ) from error
+        fix = "use str, int, float, bool, list, dict, Literal or unions of these"
+        raise ConfigError(message, place=place, fix=fix) from error
     except (NameError, AttributeError, TypeError, ValueError, RecursionError) as error:
         message = f"the types of {name} cannot be read: {type(error).__name__}: {error}"
         raise ConfigError(message, place=place, fix="correct its annotations, or the choices in its docstring") from error
@@ -139,48 +121,22 @@ def is_ours(instance: object, name: str) -> bool:
     return name == "step" or first.name == "row" or first.annotation is first.empty
 
 
-def _check(parameter: inspect.Parameter, name: str, place: str) -> None:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if parameter.kind not in named:
-        fix = "give every argument a name of its own"
-        raise ConfigError(f"{name} takes {parameter}, and a call names its arguments", place=place, fix=fix)
-    if parameter.annotation is inspect.Parameter.empty:
-        fix = f"annotate it: {parameter.name}: str, int, float, bool, list or dict"
-        raise ConfigError(f"the argument {parameter.name} of {name} has no type", place=place, fix=fix)
-
-
-def _line_of(tool: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(tool), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(tool, "__qualname__", type(tool).__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class ImportedObjects:
     """What the configuration names, imported."""
 
-    config: InteractionConfig
+    form: Form
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Tools that belong to no environment."""
     make: Callable[[], Any] | None = None
     """Makes an environment."""
-    steps: bool = False
-    """Whether its form is steps."""
     own_calls: bool = False
     """Whether it executes the calls of a turn itself."""
     rewards_at_end: bool = False
     """Whether it has a method get_reward."""
 
 
-@dataclass(slots=True)
-class Played:
-    """A conversation with its environment."""
-
-    loaded: ImportedObjects
-    instance: Any = None
-    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
-
-
-def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
+def import_all(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
     """Import what the configuration names, and make the schemas of its tools if they are wanted.
 
     Raises:
@@ -189,7 +145,7 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
     if config.environment is None:
         found = [import_object(path, folders, place=f"interaction.tools.{index}") for index, path in enumerate(config.tools)]
         schemas = tool_schemas(found, place="interaction.tools") if with_schemas else []
-        return ImportedObjects(config, {tool.__name__: tool for tool in found}), schemas
+        return ImportedObjects("tools", {tool.__name__: tool for tool in found}), schemas
     place = "interaction.environment"
     maker = import_object(config.environment, folders, place=place)
 
@@ -197,93 +153,21 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
         return maker(**config.settings)
 
     instance = _probe(make, maker, config, place)
-    steps = is_ours(instance, "step")
+    form: Form = "steps" if is_ours(instance, "step") else "methods"
     if not callable(getattr(instance, "reset", None)):
         fix = "add def reset(self, row, seed), which returns messages, text or None"
         raise ConfigError(f"{config.environment} has no method reset", place=place, fix=fix)
-    if steps:
+    if form == "steps":
         _refuse_ambiguous(instance, config.environment, place)
-    tools = _tools_of(instance, steps)
-    if not steps and not tools:
+    tools = public_tools(instance, form)
+    if form == "methods" and not tools:
         fix = "add def step(self, completion), or public methods with docstrings, which the policy may call"
         raise ConfigError(f"{config.environment} has no method besides reset", place=place, fix=fix)
-    own = _has_schemas(instance) if steps else False
+    own = form == "steps" and takes_calls(instance)
     schemas = [] if not with_schemas else (list(instance.schemas) if own else tool_schemas(tools, place=place))
     rewards_at_end = callable(getattr(instance, "get_reward", None))
-    _close(instance)
-    return ImportedObjects(config, make=make, steps=steps, own_calls=own, rewards_at_end=rewards_at_end), schemas
-
-
-def begin(loaded: ImportedObjects, row: dict[str, Any], seed: int) -> tuple[Played | None, dict[str, Any]]:
-    """Start a conversation. Returns it, None after a fault, and the reply: {"messages", "state"} or {"error"}."""
-    if loaded.make is None:
-        return Played(loaded, tools=dict(loaded.tools)), {"messages": [], "state": {}}
-    messages = [dict(one) for one in row.get("messages") or []]
-    try:
-        instance = loaded.make()
-        result = _finished(_reset(instance, row, seed, loaded.steps))
-        opening = read_opening(result, messages)
-        tools = {tool.__name__: tool for tool in _tools_of(instance, loaded.steps)}
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return None, {"error": _blamed("reset", error)}
-    played = Played(loaded, instance, tools)
-    return played, {"messages": opening, "state": _state(played)}
-
-
-def call(played: Played, name: str, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Execute a call: {"text", "failed", "state"}."""
-    tool = played.tools.get(name)
-    try:
-        if tool is None:
-            raise LookupError(f"there is no tool {name}")
-        return {"text": as_text(_finished(tool(**arguments)), limit), "failed": False, "state": _state(played)}
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        _print(error)
-        return {"text": failure(error, limit), "failed": True, "state": _state(played)}
-
-
-def step(played: Played, text: str, turn: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """The environment's step: {"messages", "done", "reward", "info"} or {"error"}."""
-    try:
-        return read_step(_finished(played.instance.step(turn if _has_schemas(played.instance) else text)), limit)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return {"error": _blamed("step", error)}
-
-
-def final_reward(played: Played) -> dict[str, Any]:
-    """What `get_reward` gives for the whole conversation: {"reward"} or {"error"}."""
-    try:
-        return {"reward": read_reward(_finished(played.instance.get_reward()))}
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return {"error": _blamed("get_reward", error)}
-
-
-def end(played: Played) -> None:
-    """The conversation is over."""
-    _close(played.instance)
-
-
-def perfect_turns(played: Played, row: dict[str, Any]) -> dict[str, Any]:
-    """The turns of a perfect player, by the environment's method `perfect(row)`: {"turns"}, None without one, or {"error"}."""
-    if not is_ours(played.instance, "perfect"):
-        return {"turns": None}
-    try:
-        turns = _finished(played.instance.perfect(row))
-        turns = [turns] if isinstance(turns, str) else list(turns)
-        if not all(isinstance(turn, str) for turn in turns):
-            raise ShapeError("returned something that is no text: return a list of turns")
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return {"error": _blamed("perfect", error)}
-    return {"turns": turns}
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators that a user's code may draw from without one of its own."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    close(instance)
+    return ImportedObjects(form, make=make, own_calls=own, rewards_at_end=rewards_at_end), schemas
 
 
 def _probe(make: Callable[[], Any], maker: Callable[..., Any], config: InteractionConfig, place: str) -> Any:
@@ -318,65 +202,34 @@ def _refuse_ambiguous(instance: Any, name: str, place: str) -> None:
     )
 
 
-def _has_schemas(instance: Any) -> bool:
+def takes_calls(instance: Any) -> bool:
+    """Whether the step of an environment receives the turn as a message, and executes its calls itself."""
     return isinstance(getattr(instance, "schemas", None), list | tuple)
 
 
-def _tools_of(instance: Any, steps: bool) -> list[Callable[..., Any]]:
-    return list(getattr(instance, "tools", None) or []) if steps else public_methods(instance)
+def public_tools(instance: Any, form: Form) -> list[Callable[..., Any]]:
+    """The tools of an environment."""
+    return list(getattr(instance, "tools", None) or []) if form == "steps" else public_methods(instance)
 
 
-def _reset(instance: Any, row: dict[str, Any], seed: int, steps: bool) -> Any:
+def call_reset(instance: Any, row: dict[str, Any], seed: int, form: Form) -> Any:
+    """What the `reset` of an environment returns for a row."""
     parameters = list(inspect.signature(instance.reset).parameters.values())
     columns = {**row, "prompt": row.get("messages")}
     known = {"seed": seed, "row": row} | columns
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    if steps and positional and positional[0].name not in columns.keys() | {"seed"}:
+    if form == "steps" and positional and positional[0].name not in columns.keys() | {"seed"}:
         takes_seed = len(positional) > 1 and (positional[1].name == "seed" or positional[1].default is positional[1].empty)
         only_named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name in known]
-        return instance.reset(row, *([seed] if takes_seed else []), **{name: known[name] for name in only_named})
+        return awaited(instance.reset(row, *([seed] if takes_seed else []), **{name: known[name] for name in only_named}))
     # As in TRL: the columns by name. A method without **kwargs receives only what it names.
     given = columns if any(one.kind is one.VAR_KEYWORD for one in parameters) else {}
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    return instance.reset(**(given | {name: known[name] for name in named if name in known}))
+    return awaited(instance.reset(**(given | {name: known[name] for name in named if name in known})))
 
 
-def _finished(result: Any) -> Any:
-    return _LOOP.run(_await(result)) if inspect.isawaitable(result) else result
-
-
-async def _await(result: Any) -> Any:
-    return await result
-
-
-def _state(played: Played) -> dict[str, Any]:
-    """Public attributes of an environment that are JSON values. Rewards written for TRL read them after the conversation."""
-    if played.loaded.make is None or played.loaded.steps:
-        return {}
-    kept: dict[str, Any] = {}
-    room = MAX_INFO_CHARS
-    for name, value in sorted(getattr(played.instance, "__dict__", {}).items()):
-        with suppress(TypeError, ValueError, RecursionError):
-            if not name.startswith("_"):
-                text = json.dumps(value, allow_nan=False)
-                if len(text) <= room:
-                    kept[name] = json.loads(text)
-                    room -= len(text)
-    return kept
-
-
-def _blamed(method: str, error: BaseException) -> str:
-    _print(error)
-    return f"{method} {error}" if isinstance(error, ShapeError) else f"{method} raised {describe(error)[:500]}"
-
-
-def _print(error: BaseException) -> None:
-    """The traceback goes to the log."""
-    with suppress(Exception):
-        traceback.print_exception(error, file=sys.stderr)
-
-
-def _close(instance: Any) -> None:
+def close(instance: Any) -> None:
+    """Tell an environment that it is not needed any more, by its method `close()`."""
     with suppress(Exception):
         if is_ours(instance, "close"):
-            _finished(instance.close())
+            awaited(instance.close())

@@ -14,22 +14,28 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from grpo_tasks.environments import replies
 from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, call_format_of, read_turn, spoken
 from grpo_tasks.environments.contract import Message, Observation, Opening
-from grpo_tasks.environments.replies import Reply, Shape
 from grpo_tasks.environments.texts import MAX_MESSAGES
-from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
+from grpo_tasks.environments.worker import (
+    BASE_BYTES,
+    MAX_OPENING_BYTES,
+    MAX_PERFECT_BYTES,
+    Answered,
+    EnvironmentWorker,
+    Lost,
+    Opened,
+    Perfect,
+    Stepped,
+    max_bytes,
+)
+from grpo_tasks.processes.worker_process import Reply, Shape
 from schemas.config.completion import THINK
 from schemas.config.learning.interaction import InteractionConfig
-from schemas.errors import UserError
-
-LOAD_LIMIT_S = 300.0
-"""Time limit for importing everything. A user's environment may load data."""
-MIB = 2**20
 
 MAX_FAULTS = 2
 """Calls of one conversation that may end their worker. Each costs the time limit, or the start of a process."""
@@ -37,99 +43,7 @@ NOT_REPEATED = (
     "the worker of its environment ended through another conversation, and the environment does not repeat itself by seed"
 )
 OVER = "the conversation is over"
-Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The process has ended, and with it every environment that it held."""
-
-    reason: str
-    """Completes a sentence that begins with the name of what was called."""
-
-
-class EnvironmentWorker(WorkerProcess):
-    """One child process that holds the environments of several conversations.
-
-    A hang, a crash or too much memory ends it. Its words go into conversations and rewards: they hold no times, pids or
-    measurements, so that a repeated run has the same bytes.
-
-    Args:
-        config: what it runs, and its limits.
-        folders: where modules of the user lie, after the installed ones.
-        log: file that receives the beginning of what is printed during each call. None: the output is discarded.
-    """
-
-    def __init__(self, config: InteractionConfig, folders: Sequence[Path], *, log: Path | None = None) -> None:
-        # Sets of texts then have the same order in every worker.
-        fixed = {"PYTHONHASHSEED": "0"}
-        super().__init__("grpo_tasks.environments.serve", config.memory_mb * MIB, log=log, environment=fixed)
-        self.config, self.folders = config, list(folders)
-        self.form = ""
-        """tools, methods or steps; see forms.py."""
-        self.own_calls = False
-        """Whether the environment executes the calls of a turn itself."""
-        self.rewards_at_end = False
-        """Whether the environment rewards whole conversations."""
-        self.generation = 0
-        """How many processes it has had. An environment lives in one of them."""
-
-    def load(self, *, with_schemas: bool) -> list[dict[str, Any]]:
-        """Start the process unless it runs, and import what the configuration names.
-
-        Returns:
-            The schemas of the tools if they are wanted and the process was started.
-
-        Raises:
-            UserError: something cannot be imported, or ends the process.
-        """
-        # What ended it between two calls, such as a thread, is not the fault of the next conversation.
-        if self.running and not self.has_ended() and not self.has_unread_bytes():
-            return []
-        self.close()
-        self.start()
-        self.generation += 1
-        message = {
-            "config": self.config.model_dump(mode="json"),
-            "folders": list(map(str, self.folders)),
-            "with_schemas": with_schemas,
-        }
-        loaded = self.exchange(message, "loading", LOAD_LIMIT_S, replies.MAX_LOADED_BYTES, replies.reader(replies.Loaded))
-        place = "interaction.environment" if self.config.environment else "interaction.tools"
-        if isinstance(loaded, WorkerFault):
-            reason = _reason(loaded, LOAD_LIMIT_S, self.config.memory_mb)
-            fix = "import its module in a Python session to find what ends the process"
-            raise UserError(f"importing the tools or the environment {reason}", place=place, fix=fix)
-        if loaded.error is not None or loaded.form is None:
-            self.close()
-            raise replies.error_of(loaded.error or "", place)
-        self.form, self.own_calls, self.rewards_at_end = loaded.form, loaded.own_calls, loaded.rewards_at_end
-        return [dict(one) for one in loaded.schemas]
-
-    def ask(self, what: str, message: Mapping[str, Any], shape: type[Shape], max_bytes: int) -> Shape | Lost:
-        """Send a request to the process and wait for its reply.
-
-        Args:
-            what: kind of the request.
-            message: the rest of it.
-            shape: shape of the reply.
-            max_bytes: maximum size of the reply.
-        """
-        label = f"{message.get('name', what)} in conversation {message.get('conversation', '')}".strip()
-        label, limit_s = label.replace("\n", " ")[:200], self.config.timeout_s
-        reply = self.exchange({"what": what, **message}, label, limit_s, max_bytes, replies.reader(shape))
-        return Lost(_reason(reply, limit_s, self.config.memory_mb)) if isinstance(reply, WorkerFault) else reply
-
-
-def _reason(fault: WorkerFault, limit_s: float, memory_mb: int) -> str:
-    if fault.kind == "hung":
-        return f"did not return within {limit_s:g} s"
-    if fault.kind == "memory":
-        return f"used more than {memory_mb} MiB of memory"
-    if fault.kind == "broken":
-        return f"{fault.detail} on the socket of its worker process"
-    return f"ended its worker process ({fault.detail})"
 
 
 @dataclass(slots=True)
@@ -140,7 +54,7 @@ class _Event:
     message: Mapping[str, Any]
     shape: type[Reply]
     max_bytes: int
-    reply: Mapping[str, Any]
+    reply: Any
 
 
 @dataclass(slots=True)
@@ -159,13 +73,18 @@ class _Conversation:
     error: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a table shows of its environment."""
+        return {"environment": dict(self.state)} if self.state else {}
+
 
 class EnvironmentPool:
     """Implements `Environments` (contract.py) with worker processes; a context manager.
 
     Args:
         config: what answers the policy.
-        chat_template: that of the model; it names the format of calls.
+        chat_template: that of the model, or several by name; it names the format of calls.
         reasoning: names of the tags around reasoning. Calls inside do not count.
         starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
         folders: where the modules of tools and environments lie, after the installed ones. None: as the config says.
@@ -176,13 +95,16 @@ class EnvironmentPool:
         self,
         config: InteractionConfig,
         *,
-        chat_template: str = "",
+        chat_template: str | Mapping[str, str] | None = None,
         reasoning: Sequence[str] = THINK,
         starts_inside: bool | None = None,
         folders: Sequence[Path] | None = None,
         log: Path | None = None,
     ) -> None:
-        self.config, self._chat_template = config, chat_template
+        if isinstance(chat_template, Mapping):
+            # transformers takes the one of this name where there are tools.
+            chat_template = chat_template.get("tool_use") or chat_template.get("default")
+        self.config, self._chat_template = config, chat_template or ""
         self._reasoning, self._starts_inside = tuple(reasoning), starts_inside
         found = config.module_dirs() if folders is None else list(folders)
         self._workers = [EnvironmentWorker(config, found, log=log) for _ in range(config.workers)]
@@ -223,31 +145,29 @@ class EnvironmentPool:
             self.end([number])
             made.append(_Conversation(number, row, seed, self._workers[number % len(self._workers)]))
             self._conversations[number] = made[-1]
-        return self._by_worker(made, lambda one: one, self._begin)
+        return self._by_worker([(one, partial(self._begin, one)) for one in made])
 
     def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation]:
         """Answer the policy's turn in each of these conversations. Different workers answer at the same time."""
         found = [(self._conversations[number], text) for number, text in turns]
-        return self._by_worker(found, lambda one: one[0], lambda one: self._answer(*one))
+        return self._by_worker([(one, partial(self._answer, one, text)) for one, text in found])
 
     def end(self, conversations: Sequence[int]) -> list[float | str | None]:
         """These conversations are over. Returns the rewards of those that a limit of the rollout has ended; see contract.py."""
-        found = [self._conversations.pop(number, None) for number in conversations]
-        known = [one for one in found if one is not None]
-        rewards = dict(zip(map(id, known), self._by_worker(known, lambda one: one, self._reward_at_limit), strict=True))
-        for worker in {one.worker for one in known}:
-            numbers = [one.number for one in known if one.worker is worker and one.generation == worker.generation]
+        found = {number: one for number in conversations if (one := self._conversations.pop(number, None)) is not None}
+        given = self._by_worker([(one, partial(self._final_reward, one)) for one in found.values()])
+        rewards = dict(zip(found, given, strict=True))
+        for worker in {one.worker for one in found.values()}:
+            numbers = [one.number for one in found.values() if one.worker is worker and one.generation == worker.generation]
             if numbers and worker.running:
-                worker.ask("end", {"conversations": numbers}, replies.Ended, replies.BASE_BYTES)
-        return [None if one is None else rewards[id(one)] for one in found]
+                worker.ask("end", {"conversations": numbers}, Reply, BASE_BYTES)
+        return [rewards.get(number) for number in conversations]
 
     def perfect(self, conversation: int) -> list[str] | str | None:
         """The turns of a perfect player, by the environment's method `perfect(row)`; None if it has none, a text if it fails."""
         one = self._conversations[conversation]
-        reply = self._ask(one, "perfect", {"row": dict(one.row)}, replies.Perfect, replies.MAX_PERFECT_BYTES)
-        if isinstance(reply, Lost):
-            return f"perfect {reply.reason}"
-        return reply.error or reply.turns
+        reply = self._ask(one, "perfect", {"row": dict(one.row)}, Perfect, MAX_PERFECT_BYTES)
+        return _blamed("perfect", reply) if isinstance(reply, Lost) else reply.error or reply.turns
 
     def close(self) -> None:
         """End all worker processes."""
@@ -256,35 +176,34 @@ class EnvironmentPool:
             worker.close()
         self._conversations.clear()
 
-    def _by_worker(
-        self, items: Sequence[Item], of: Callable[[Item], _Conversation], work: Callable[[Item], Result]
-    ) -> list[Result]:
+    def _by_worker(self, items: Sequence[tuple[_Conversation, Callable[[], Result]]]) -> list[Result]:
         """The results in the order of the items. Items of one worker follow each other; workers work at the same time."""
         groups: dict[int, list[int]] = defaultdict(list)
-        for index, item in enumerate(items):
-            groups[id(of(item).worker)].append(index)
+        for index, (one, _) in enumerate(items):
+            groups[id(one.worker)].append(index)
+        results: dict[int, Result] = {}
 
-        def work_off(indices: list[int]) -> list[tuple[int, Result]]:
-            return [(index, work(items[index])) for index in indices]
+        def work_off(indices: list[int]) -> None:
+            for index in indices:
+                results[index] = items[index][1]()
 
         if len(groups) > 1:
             futures = [self._threads.submit(work_off, indices) for indices in groups.values()]
             # All of them before an error is raised: the caller goes on to end conversations, and a worker serves one at a time.
             wait(futures)
-            done = [future.result() for future in futures]
+            for future in futures:
+                future.result()
         else:
-            done = [*map(work_off, groups.values())]
-        results = {index: result for group in done for index, result in group}
+            work_off([*range(len(items))])
         return [results[index] for index in range(len(items))]
 
     def _begin(self, one: _Conversation) -> Opening:
         one.worker.load(with_schemas=False)
         one.generation = one.worker.generation
-        message = {"row": dict(one.row), "seed_of_row": one.seed}
-        reply = self._ask(one, "begin", message, replies.Opened, replies.MAX_OPENING_BYTES)
-        one.error = f"reset {reply.reason}" if isinstance(reply, Lost) else reply.error
+        reply = self._ask(one, "begin", {"row": dict(one.row), "seed_of_row": one.seed}, Opened, MAX_OPENING_BYTES)
+        one.error = _blamed("reset", reply) if isinstance(reply, Lost) else reply.error
         one.over = one.error is not None
-        if isinstance(reply, Lost) or one.error is not None:
+        if isinstance(reply, Lost) or one.over:
             return Opening(error=one.error)
         one.state = reply.state
         return Opening([said.model_dump() for said in reply.messages])
@@ -293,53 +212,40 @@ class EnvironmentPool:
         turn = self._read(text)
         if one.over:
             return Observation(turn.message(), done=True, error=one.error or OVER)
-        if one.worker.own_calls:
+        if one.worker.loaded.own_calls:
             return self._pass_on(one, turn, spoken(text))
         if turn.calls:
             return self._execute(one, turn)
-        if one.worker.form == "steps":
+        if one.worker.loaded.form == "steps":
             return self._step(one, turn, spoken(text))
-        return self._finish(one, Observation(turn.message(), done=True, info=_info(one)))
+        return self._finish(one, Observation(turn.message(), info=one.info))
 
     def _execute(self, one: _Conversation, turn: ParsedTurn) -> Observation:
         """Execute the calls of a turn in their order."""
+        within, num, refused = self._counted(one, turn)
         messages: list[Message] = []
-        allowed = max(0, self.config.max_tool_calls - one.calls)
-        num = len(turn.calls) + turn.num_unread
-        one.calls += num
-        for call in turn.calls[:allowed]:
-            checked = self._checker.check(call)
-            if checked.error is not None:
-                messages.append(_said(call, _as_error(checked.error)))
+        for call in map(self._checker.check, within):
+            if call.error is not None:
+                messages.append(_said(call, error=call.error))
                 continue
-            reply = self._call(one, call)
+            message = {"name": call.name, "arguments": dict(call.arguments)}
+            reply = self._ask(one, "call", message, Answered, max_bytes(1, self.config.max_answer_chars))
             if isinstance(reply, Lost):
                 one.faults += 1
-                reason = reply.reason if reply.reason == NOT_REPEATED else f"{call.name} {reply.reason}"
+                reason = _blamed(call.name, reply)
                 # A tool keeps nothing, so its conversation can go on. An environment is gone with its process.
-                if one.worker.form != "tools" or one.faults == MAX_FAULTS:
-                    return self._fail(one, Observation(turn.message(), messages, calls=num, info=_info(one)), reason)
-                messages.append(_said(call, _as_error(reason)))
+                if one.worker.loaded.form != "tools" or one.faults == MAX_FAULTS:
+                    return _fail(one, Observation(turn.message(), messages, calls=num, info=one.info), reason)
+                messages.append(_said(call, error=reason))
             else:
                 one.state = reply.state
                 messages.append(_said(call, reply.text))
-        messages += self._beyond(num - allowed)
-        return Observation(turn.message(), messages, calls=num, info=_info(one))
-
-    def _beyond(self, num: int) -> list[Message]:
-        """The answer to calls beyond the limit."""
-        limit = self.config.max_tool_calls
-        refused = f"{num:,} calls were refused: {limit:,} calls are allowed in one conversation"
-        return [_said(Call(), _as_error(refused))] if num > 0 else []
+        return Observation(turn.message(), messages + refused, calls=num, info=one.info)
 
     def _pass_on(self, one: _Conversation, turn: ParsedTurn, text: str) -> Observation:
         """The step of an environment that executes its calls itself. It gets those that can be read and are within the limit."""
-        allowed = max(0, self.config.max_tool_calls - one.calls)
-        num = len(turn.calls) + turn.num_unread
-        one.calls += num
-        within = turn.calls[:allowed]
-        refused = [_said(call, _as_error(call.error)) for call in within if call.error is not None]
-        refused += self._beyond(num - allowed)
+        within, num, beyond = self._counted(one, turn)
+        refused = [_said(call, error=call.error) for call in within if call.error is not None] + beyond
         sound = tuple(call for call in within if call.error is None)
         if refused and not sound:
             # To the environment it would be a turn without a call, which ends many conversations.
@@ -348,21 +254,24 @@ class EnvironmentPool:
         # First, because answers of tools follow their turn; the environment may speak as a user after its own.
         return replace(observed, messages=[*refused, *observed.messages], calls=num)
 
-    def _call(self, one: _Conversation, call: Call) -> replies.Answered | Lost:
-        message = {"name": call.name, "arguments": dict(call.arguments)}
-        return self._ask(one, "call", message, replies.Answered, replies.max_bytes(1, self.config.max_answer_chars))
+    def _counted(self, one: _Conversation, turn: ParsedTurn) -> tuple[Sequence[Call], int, list[Message]]:
+        """The calls of a turn within the limit of the conversation, how many there are, and the answer to those beyond it."""
+        limit, num = self.config.max_tool_calls, len(turn.calls) + turn.num_unread
+        allowed = max(0, limit - one.calls)
+        one.calls += num
+        refused = f"{num - allowed:,} calls were refused: {limit:,} calls are allowed in one conversation"
+        return turn.calls[:allowed], num, [_said(Call(), error=refused)] if num > allowed else []
 
     def _step(self, one: _Conversation, turn: ParsedTurn, text: str) -> Observation:
-        size = replies.max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
         said = turn.message()
-        reply = self._ask(one, "step", {"text": text, "turn": said}, replies.Stepped, size)
+        size = max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
+        reply = self._ask(one, "step", {"text": text, "turn": said}, Stepped, size)
         if isinstance(reply, Lost):
-            reason = reply.reason if reply.reason == NOT_REPEATED else f"step {reply.reason}"
-            return self._fail(one, Observation(said), reason)
+            return _fail(one, Observation(said), _blamed("step", reply))
         if reply.error is not None:
-            return self._fail(one, Observation(said), reply.error)
+            return _fail(one, Observation(said), reply.error)
         messages = [message.model_dump() for message in reply.messages]
-        observed = Observation(said, messages, reply.done, reply.reward, reply.info)
+        observed = Observation(said, messages, reward=reply.reward, info=reply.info)
         return self._finish(one, observed) if reply.done else observed
 
     def _finish(self, one: _Conversation, observed: Observation) -> Observation:
@@ -370,61 +279,46 @@ class EnvironmentPool:
         reward = self._final_reward(one)
         one.over = True
         if isinstance(reward, str):
-            return self._fail(one, observed, reward)
+            return _fail(one, observed, reward)
         total = observed.reward if reward is None else reward + (observed.reward or 0.0)
-        return Observation(observed.turn, observed.messages, True, total, observed.info, observed.calls)
-
-    def _fail(self, one: _Conversation, observed: Observation, reason: str) -> Observation:
-        """A fault ends the conversation, which gains nothing by it."""
-        one.over, one.error = True, reason
-        return Observation(observed.turn, observed.messages, True, None, observed.info, observed.calls, reason)
-
-    def _reward_at_limit(self, one: _Conversation) -> float | str | None:
-        return None if one.over else self._final_reward(one)
+        return replace(observed, done=True, reward=total)
 
     def _final_reward(self, one: _Conversation) -> float | str | None:
-        """What the environment gives for the whole conversation; a text if it fails."""
-        if not one.worker.rewards_at_end:
+        """What the environment gives for the whole conversation, unless it is over; a text if it fails."""
+        if one.over or not one.worker.loaded.rewards_at_end:
             return None
-        reply = self._ask(one, "final", {}, replies.Final, replies.BASE_BYTES)
-        if isinstance(reply, Lost):
-            return reply.reason if reply.reason == NOT_REPEATED else f"get_reward {reply.reason}"
-        return reply.error or reply.reward
+        reply = self._ask(one, "final", {}, Stepped, BASE_BYTES)
+        return _blamed("get_reward", reply) if isinstance(reply, Lost) else reply.error or reply.reward
 
     def _ask(self, one: _Conversation, what: str, message: Mapping[str, Any], shape: type[Shape], size: int) -> Shape | Lost:
         """Send a request of a conversation; in a new process its environment is played up to here first."""
         seed = hashlib.sha256(f"{one.seed}:{one.num_requests}".encode()).digest()
         one.num_requests += 1
         message = {"conversation": one.number, "seed": int.from_bytes(seed[:4], "big"), **message}
-        lost = self._restore(one)
-        if lost is not None:
-            return lost
+        one.worker.load(with_schemas=False)
+        if one.generation != one.worker.generation:
+            # A tool keeps nothing between two calls, so there is nothing to play again but the beginning.
+            for event in one.events[:1] if one.worker.loaded.form == "tools" else one.events:
+                again = one.worker.ask(event.what, event.message, event.shape, event.max_bytes)
+                if isinstance(again, Lost) or again.model_dump(exclude={"request"}) != event.reply:
+                    return Lost(NOT_REPEATED)
+            one.generation = one.worker.generation
         reply = one.worker.ask(what, message, shape, size)
         if not isinstance(reply, Lost):
             one.events.append(_Event(what, message, shape, size, reply.model_dump(exclude={"request"})))
         return reply
 
-    def _restore(self, one: _Conversation) -> Lost | None:
-        one.worker.load(with_schemas=False)
-        if one.generation == one.worker.generation:
-            return None
-        # A tool keeps nothing between two calls, so there is nothing to play again but the beginning.
-        events = one.events[:1] if one.worker.form == "tools" else one.events
-        for event in events:
-            reply = one.worker.ask(event.what, event.message, event.shape, event.max_bytes)
-            if isinstance(reply, Lost) or reply.model_dump(exclude={"request"}) != event.reply:
-                return Lost(NOT_REPEATED)
-        one.generation = one.worker.generation
-        return None
+
+def _fail(one: _Conversation, observed: Observation, reason: str) -> Observation:
+    """A fault ends the conversation, which gains nothing by it."""
+    one.over, one.error = True, reason
+    return replace(observed, done=True, reward=None, error=reason)
 
 
-def _said(call: Call, content: str) -> Message:
-    return {"role": "tool", **({"name": call.name} if call.name else {}), "content": content}
+def _blamed(called: str, lost: Lost) -> str:
+    return lost.reason if lost.reason == NOT_REPEATED else f"{called} {lost.reason}"
 
 
-def _as_error(text: str) -> str:
-    return json.dumps({"error": text}, ensure_ascii=False)
-
-
-def _info(one: _Conversation) -> dict[str, Any]:
-    return {"environment": dict(one.state)} if one.state else {}
+def _said(call: Call, content: str = "", *, error: str | None = None) -> Message:
+    text = content if error is None else json.dumps({"error": error}, ensure_ascii=False)
+    return {"role": "tool", **({"name": call.name} if call.name else {}), "content": text}

@@ -1,103 +1,174 @@
-"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. pool.py starts it.
+"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. worker.py starts it.
 
-It imports what the configuration names, then answers one request after another: JSON in frames on a socket of their own, so that
-nothing that a tool prints can be taken for a reply. A hang is ended from outside. A user's code can reach everything in this
-process, so the parent checks every reply (replies.py).
+It imports what the configuration names, then answers one request after another (processes/worker_main.py). A user's code is
+called with the generators of `random`, numpy and torch seeded by conversation and turn, so that a conversation goes the same way
+in every worker. torch is seeded once the user's code has imported it: nothing else here needs it, and importing it takes seconds.
 """
 
-import ctypes
 import json
-import os
+import random
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import numpy  # noqa: F401 - a tool that imports it in its body would draw unseeded numbers in its first call (forms.py)
+import numpy
 
-from grpo_tasks.environments import forms
-from grpo_tasks.processes.framing import read_frame, write_frame
-from grpo_tasks.processes.lifetime import die_with_parent
+from grpo_tasks.environments.forms import call_reset, close, import_all, is_ours, public_tools, takes_calls
+from grpo_tasks.environments.texts import (
+    MAX_INFO_CHARS,
+    ShapeError,
+    as_text,
+    describe,
+    failure,
+    read_opening,
+    read_reward,
+    read_step,
+)
+from grpo_tasks.processes.worker_main import answer_requests, awaited
 from schemas.config.learning.interaction import InteractionConfig
-from schemas.errors import UserError
-from schemas.secret import hide_output
 
-# Kept here because a user's code may replace them in the module json.
-_dumps, _loads = json.dumps, json.loads
+Request = Mapping[str, Any]
+Handler = Callable[["Conversations", Request], dict[str, Any]]
+FAULTS = (Exception, SystemExit, KeyboardInterrupt)
+"""What a user's code may raise: a library that calls sys.exit must not look like a crash of the worker."""
 
 
-def main() -> None:
-    """Answer requests until the parent closes the socket."""
-    die_with_parent()
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    # Line by line, so that output from before a hang or a crash is not lost.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    hide_output()
-    with suppress(EOFError):
-        request = _loads(read_frame(descriptor))
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A conversation with its environment."""
+
+    instance: Any
+    tools: Mapping[str, Callable[..., Any]]
+
+
+def blames(method: str) -> Callable[[Handler], Handler]:
+    """A request whose reply is {"error": ...} where the user's `method` fails."""
+
+    def decorate(handler: Handler) -> Handler:
+        @wraps(handler)
+        def answer(table: "Conversations", request: Request) -> dict[str, Any]:
+            try:
+                return handler(table, request)
+            except FAULTS as error:
+                _print(error)
+                said = str(error) if isinstance(error, ShapeError) else f"raised {describe(error)[:500]}"
+                return {"error": f"{method} {said}"}
+
+        return answer
+
+    return decorate
+
+
+class Conversations:
+    """The conversations of this process, and a method for each kind of request."""
+
+    def __init__(self) -> None:
+        self._played: dict[int, Played] = {}
+
+    def load(self, request: Request) -> dict[str, Any]:
+        """Import what the configuration names."""
         folders = [Path(one) for one in request["folders"]]
         # At the end of the path, so that a file in one of these folders cannot replace an installed library.
         sys.path.extend(str(folder.resolve()) for folder in folders)
-        try:
-            config = InteractionConfig.model_validate(request["config"])
-            loaded, schemas = forms.load(config, folders, with_schemas=request["with_schemas"])
-        except UserError as error:
-            _reply(descriptor, request, {"error": error.to_json()})
-            return
-        form = "tools" if loaded.make is None else ("steps" if loaded.steps else "methods")
-        flags = {"own_calls": loaded.own_calls, "rewards_at_end": loaded.rewards_at_end}
-        _reply(descriptor, request, {"form": form, "schemas": schemas, **flags})
-        table = _Table(loaded)
-        while True:
-            request = _loads(read_frame(descriptor))
-            _reply(descriptor, request, table.answer(request))
+        config = InteractionConfig.model_validate(request["config"])
+        self._imported, schemas = import_all(config, folders, with_schemas=request["with_schemas"])
+        self._limit = config.max_answer_chars
+        flags = {name: getattr(self._imported, name) for name in ("form", "own_calls", "rewards_at_end")}
+        return {"schemas": schemas, **flags}
 
-
-class _Table:
-    """The conversations of this process."""
-
-    def __init__(self, loaded: forms.ImportedObjects) -> None:
-        self._loaded = loaded
-        self._played: dict[int, forms.Played] = {}
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to one request."""
-        what, limit = request["what"], self._loaded.config.max_answer_chars
-        if what == "end":
-            for conversation in request["conversations"]:
-                played = self._played.pop(conversation, None)
-                if played is not None:
-                    forms.end(played)
+    @blames("reset")
+    def begin(self, request: Request) -> dict[str, Any]:
+        """Start a conversation: {"messages", "state"}."""
+        self._seed(request)
+        imported, row, conversation = self._imported, request["row"], request["conversation"]
+        if imported.make is None:
+            self._played[conversation] = Played(None, imported.tools)
             return {}
-        conversation = request["conversation"]
-        forms.seed_generators(request["seed"])
-        if what == "begin":
-            begun, reply = forms.begin(self._loaded, request["row"], request["seed_of_row"])
-            if begun is not None:
-                self._played[conversation] = begun
-            return reply
-        played = self._played[conversation]
-        if what == "call":
-            return forms.call(played, request["name"], request["arguments"], limit)
-        if what == "step":
-            return forms.step(played, request["text"], request["turn"], limit)
-        if what == "perfect":
-            return forms.perfect_turns(played, request["row"])
-        return forms.final_reward(played)
+        messages = [dict(one) for one in row.get("messages") or []]
+        instance = imported.make()
+        opening = read_opening(call_reset(instance, row, request["seed_of_row"], imported.form), messages)
+        tools = {tool.__name__: tool for tool in public_tools(instance, imported.form)}
+        self._played[conversation] = Played(instance, tools)
+        return {"messages": opening, "state": self._state(instance)}
+
+    def call(self, request: Request) -> dict[str, Any]:
+        """Execute a call: {"text", "state"}."""
+        played, name = self._seed(request), request["name"]
+        try:
+            if name not in played.tools:
+                raise LookupError(f"there is no tool {name}")
+            text = as_text(awaited(played.tools[name](**request["arguments"])), self._limit)
+        except FAULTS as error:
+            _print(error)
+            text = failure(error, self._limit)
+        return {"text": text, "state": self._state(played.instance)}
+
+    @blames("step")
+    def step(self, request: Request) -> dict[str, Any]:
+        """The environment's step: {"messages", "done", "reward", "info"}."""
+        instance = self._seed(request).instance
+        return read_step(awaited(instance.step(request["turn" if takes_calls(instance) else "text"])), self._limit)
+
+    @blames("get_reward")
+    def final(self, request: Request) -> dict[str, Any]:
+        """What `get_reward` gives for the whole conversation: {"reward"}."""
+        return {"reward": read_reward(awaited(self._seed(request).instance.get_reward()))}
+
+    @blames("perfect")
+    def perfect(self, request: Request) -> dict[str, Any]:
+        """The turns of a perfect player, by the environment's method `perfect(row)`: {"turns"}, None without one."""
+        instance = self._seed(request).instance
+        if not is_ours(instance, "perfect"):
+            return {"turns": None}
+        turns = awaited(instance.perfect(request["row"]))
+        turns = [turns] if isinstance(turns, str) else list(turns)
+        if not all(isinstance(turn, str) for turn in turns):
+            raise ShapeError("returned something that is no text: return a list of turns")
+        return {"turns": turns}
+
+    def end(self, request: Request) -> dict[str, Any]:
+        """Conversations are over."""
+        for conversation in request["conversations"]:
+            if conversation in self._played:
+                close(self._played.pop(conversation).instance)
+        return {}
+
+    def _seed(self, request: Request) -> Any:
+        """Seed the generators that a user's code may draw from without one of its own; the conversation, once it has begun."""
+        random.seed(request["seed"])
+        numpy.random.seed(request["seed"] % 2**32)
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(request["seed"])
+        return self._played.get(request["conversation"])
+
+    def _state(self, instance: Any) -> dict[str, Any]:
+        """Public attributes of an environment that are JSON values. Rewards written for TRL read them after the conversation."""
+        kept: dict[str, Any] = {}
+        if self._imported.form != "methods":
+            return kept
+        room = MAX_INFO_CHARS
+        for name, value in sorted(getattr(instance, "__dict__", {}).items()):
+            with suppress(TypeError, ValueError, RecursionError):
+                if not name.startswith("_"):
+                    text = json.dumps(value, allow_nan=False)
+                    if len(text) <= room:
+                        kept[name] = json.loads(text)
+                        room -= len(text)
+        return kept
 
 
-def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
-    # Output of C code is still in the buffer of the C library.
+def _print(error: BaseException) -> None:
+    """The traceback goes to the log."""
     with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)
-    # A policy can put lone surrogates into arguments of a tool. UTF-8 has no form for them, and the parent refuses their escapes.
-    text = _dumps({"request": request["request"], **reply}, ensure_ascii=False)
-    write_frame(descriptor, text.encode(errors="replace"))
+        traceback.print_exception(error, file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    table = Conversations()
+    requests = (table.load, table.begin, table.call, table.step, table.final, table.perfect, table.end)
+    answer_requests({handler.__name__: handler for handler in requests})

@@ -20,6 +20,7 @@ ROLES = frozenset({"user", "tool"})
 OPENING_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{1,16}")
+"""The address of an object, which differs from process to process."""
 
 
 class ShapeError(ValueError):
@@ -36,7 +37,7 @@ def as_text(result: Any, limit: int) -> str:
         text = json.dumps(result, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):
         text = str(result)
-    return cut(without_addresses(text), limit)
+    return cut(_ADDRESS.sub("", text), limit)
 
 
 def failure(error: BaseException, limit: int) -> str:
@@ -50,12 +51,7 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = ""
-    return without_addresses(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def without_addresses(text: str) -> str:
-    """The text without addresses of objects, which differ from process to process."""
-    return _ADDRESS.sub("", text)
+    return _ADDRESS.sub("", f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def cut(text: str, limit: int) -> str:
@@ -65,14 +61,12 @@ def cut(text: str, limit: int) -> str:
 
 
 def read_opening(result: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that a conversation begins with.
+    """The messages that a conversation begins with; empty for those of the row, which are `messages`.
 
-    Args:
-        result: what reset returned: messages, text that is appended to the last user message (as in TRL), or None.
-        messages: those of the row.
+    A reset returns messages, text that is appended to the last user message (as in TRL), or None.
 
     Raises:
-        ShapeError: something else.
+        ShapeError: it returned something else.
     """
     if result is None:
         return []
@@ -89,27 +83,26 @@ def read_opening(result: Any, messages: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def read_step(result: Any, limit: int) -> dict[str, Any]:
-    """What a step returned, as {"messages", "done", "reward", "info"}.
+    """What a step returned, as {"messages", "done", "reward", "info"}, with at most `limit` characters in each message.
 
-    Args:
-        result: an object or mapping with these names, a tuple (messages, done, reward, info) of two to four, or text.
-        limit: characters of each message.
+    A step may return an object or a mapping with these names, a tuple of two to four of them, or text.
 
     Raises:
-        ShapeError: something else.
+        ShapeError: it returned something else.
     """
+    keys = ("messages", "done", "reward", "info")
     if isinstance(result, str):
         result = {"messages": result}
     elif isinstance(result, tuple):
         if not 2 <= len(result) <= 4:
             raise ShapeError(f"returned a tuple of {len(result)}: return (messages, done, reward, info)")
-        result = dict(zip(("messages", "done", "reward", "info"), result, strict=False))
+        result = dict(zip(keys, result, strict=False))
     elif dataclasses.is_dataclass(result) or not isinstance(result, Mapping):
-        names = [name for name in ("messages", "done", "reward", "info") if hasattr(result, name)]
-        if "messages" not in names and "done" not in names:
+        found = {name: getattr(result, name) for name in keys if hasattr(result, name)}
+        if found.keys().isdisjoint({"messages", "done"}):
             raise ShapeError(f"returned {type(result).__name__}: return a dict with messages, done, reward and info")
-        result = {name: getattr(result, name) for name in names}
-    unknown = sorted(map(str, result.keys() - {"messages", "done", "reward", "info"}))
+        result = found
+    unknown = sorted(map(str, result.keys() - set(keys)))
     if unknown:
         raise ShapeError(f"returned the key {unknown[0][:80]}: the keys are messages, done, reward and info")
     said = result.get("messages")
@@ -121,20 +114,12 @@ def read_step(result: Any, limit: int) -> dict[str, Any]:
     messages = _messages(said or [], ROLES, limit)
     if not messages and not done:
         raise ShapeError("returned no messages, and the conversation is not over: return done=True, or say something")
-    return {
-        "messages": messages,
-        "done": bool(done),
-        "reward": read_reward(result.get("reward")),
-        "info": as_info(result.get("info")),
-    }
+    reward, info = read_reward(result.get("reward")), as_info(result.get("info"))
+    return {"messages": messages, "done": bool(done), "reward": reward, "info": info}
 
 
 def read_reward(value: Any) -> float | None:
-    """A reward as a finite number, or None.
-
-    Raises:
-        ShapeError: something else.
-    """
+    """A reward as a finite number, or None; raises `ShapeError` for anything else."""
     value = value.item() if callable(getattr(value, "item", None)) else value
     if value is None:
         return None
@@ -151,7 +136,7 @@ def as_info(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         value = {"info": value}
     try:
-        text = without_addresses(json.dumps({str(key): one for key, one in value.items()}, default=_plain))
+        text = _ADDRESS.sub("", json.dumps({str(key): one for key, one in value.items()}, default=_plain))
     except (TypeError, ValueError, RecursionError):
         return {"cut": "info is no JSON"}
     if len(text) > MAX_INFO_CHARS:
@@ -165,20 +150,18 @@ def _messages(found: Any, roles: frozenset[str], limit: int) -> list[dict[str, A
         raise ShapeError(f"returned {type(found).__name__} instead of messages: return a list of {{role, content}}")
     if len(found) > MAX_MESSAGES:
         raise ShapeError(f"returned {len(found)} messages, and {MAX_MESSAGES} are the limit")
-    return [_message(one, roles, limit) for one in found]
-
-
-def _message(found: Any, roles: frozenset[str], limit: int) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise ShapeError(f"returned a message of type {type(found).__name__}: a message is {{role, content}}")
-    role, content = found.get("role"), found.get("content")
-    if role not in roles:
-        raise ShapeError(f"returned a message of the role {str(role)[:40]}: the roles are {', '.join(sorted(roles))}")
-    if isinstance(content, list) and content and all(isinstance(one, Mapping) and "type" in one for one in content):
-        content = "".join(_block(one) for one in content)
-    message = {"role": role, "content": "" if content is None else as_text(content, limit)}
-    name = found.get("name")
-    return message | ({"name": cut(name, 200)} if isinstance(name, str) else {})
+    messages = []
+    for one in found:
+        if not isinstance(one, Mapping):
+            raise ShapeError(f"returned a message of type {type(one).__name__}: a message is {{role, content}}")
+        role, content, name = one.get("role"), one.get("content"), one.get("name")
+        if role not in roles:
+            raise ShapeError(f"returned a message of the role {str(role)[:40]}: the roles are {', '.join(sorted(roles))}")
+        if isinstance(content, list) and content and all(isinstance(part, Mapping) and "type" in part for part in content):
+            content = "".join(_block(part) for part in content)
+        text = "" if content is None else as_text(content, limit)
+        messages.append({"role": role, "content": text} | ({"name": cut(name, 200)} if isinstance(name, str) else {}))
+    return messages
 
 
 def _block(one: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from grpo_tasks.environments.calls import ReadFormat, write_call
@@ -22,6 +23,7 @@ from grpo_tasks.environments.contract import Environments, Observation, Opening
 from grpo_tasks.environments.pool import EnvironmentPool
 from schemas.results.lab import LabCheck
 
+Outcome = Literal["passed", "warned", "failed"]
 IDLE, PERFECT, ODD = "idle", "perfect", "odd"
 ODD_TURNS = ("", "1", "yes", "<answer>42</answer>", "<think>", "\x00\u2028<|im_end|><|im_start|>user\n", "{}", "x" * 2_000)
 SLOW_SHARE = 0.5
@@ -47,7 +49,7 @@ class Play:
     opening: Opening = field(default_factory=Opening)
     observed: list[Observation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Time of each step. Empty for conversations that were played in turns."""
+    """Time of each step."""
     reward_at_end: float | str | None = None
     """What `Environments.end` gave; a text is a fault."""
 
@@ -62,6 +64,11 @@ class Play:
         """The fault that ended it."""
         at_end = self.reward_at_end if isinstance(self.reward_at_end, str) else None
         return self.opening.error or next((one.error for one in self.observed if one.error), at_end)
+
+    @property
+    def lost(self) -> bool:
+        """Whether that ended the process."""
+        return any(words in (self.error or "") for words in ("did not return within", "ended its worker", "MiB of memory"))
 
     @property
     def reward(self) -> float | None:
@@ -84,17 +91,16 @@ def scripts_of(
     max_turns: int,
     call_format: ReadFormat = "hermes",
 ) -> list[Script]:
-    """The scripts of a trial: for every row a perfect one, if it is known, an idle and an odd one.
+    """The scripts of a trial: for every row a perfect one, if it is known, an idle one of `max_turns`, and an odd one.
 
-    Args:
-        rows: columns of each row, `messages` among them.
-        schemas: the tools.
-        perfect: turns of the perfect player for each row; empty: unknown.
-        max_turns: turns of the idle player.
-        call_format: how calls are written.
+    A row has its columns, `messages` among them; `perfect` has the turns of the perfect player for each of them.
     """
-    calls = [write_call(one["function"]["name"], _arguments(one), call_format) for one in schemas[:MAX_ODD_CALLS]]
-    odd = [*calls, *ODD_TURNS][:max_turns] if calls else list(ODD_TURNS)[:max_turns]
+    calls = []
+    for one in schemas[:MAX_ODD_CALLS]:
+        fields = one["function"].get("parameters", {}).get("properties", {})
+        arguments = {name: _example(schema) for name, schema in fields.items()}
+        calls.append(write_call(one["function"]["name"], arguments, call_format))
+    odd = [*calls, *ODD_TURNS][:max_turns]
     made = []
     for seed, row in enumerate(rows):
         known = perfect[seed] if seed < len(perfect) else None
@@ -113,23 +119,8 @@ def perfect_turns(pool: EnvironmentPool, rows: Sequence[Mapping[str, Any]]) -> l
     return found
 
 
-def play_one_by_one(environments: Environments, scripts: Sequence[Script]) -> list[Play]:
-    """Play each conversation to its end before the next begins, and time its steps."""
-    plays = []
-    for number, script in enumerate(scripts):
-        play = Play(script)
-        (play.opening,) = environments.begin([(number, script.row, script.seed)])
-        while not play.over:
-            began = time.perf_counter()
-            play.observed += environments.answer([(number, script.turns[len(play.observed)])])
-            play.seconds.append(time.perf_counter() - began)
-        (play.reward_at_end,) = environments.end([number])
-        plays.append(play)
-    return plays
-
-
-def play_in_turns(environments: Environments, scripts: Sequence[Script]) -> list[Play]:
-    """Play all conversations at once, a turn of each after the other, as training does; the last one first."""
+def play(environments: Environments, scripts: Sequence[Script]) -> list[Play]:
+    """Play conversations at once, a turn of each after the other, as training does; the last one first. Times their steps."""
     plays = [Play(script) for script in scripts]
     order = list(reversed(range(len(scripts))))
     begun = environments.begin([(number, scripts[number].row, scripts[number].seed) for number in order])
@@ -137,8 +128,12 @@ def play_in_turns(environments: Environments, scripts: Sequence[Script]) -> list
         plays[number].opening = opening
     while live := [number for number in order if not plays[number].over]:
         turns = [(number, plays[number].script.turns[len(plays[number].observed)]) for number in live]
-        for number, observed in zip(live, environments.answer(turns), strict=True):
+        began = time.perf_counter()
+        answers = environments.answer(turns)
+        seconds = (time.perf_counter() - began) / len(live)
+        for number, observed in zip(live, answers, strict=True):
             plays[number].observed.append(observed)
+            plays[number].seconds.append(seconds)
     for number, reward in zip(order, environments.end(order), strict=True):
         plays[number].reward_at_end = reward
     return plays
@@ -147,24 +142,16 @@ def play_in_turns(environments: Environments, scripts: Sequence[Script]) -> list
 def check_environment(
     environments: Environments, scripts: Sequence[Script], *, name: str, timeout_s: float
 ) -> tuple[list[LabCheck], list[Play]]:
-    """Play the scripts three times, and check what came of it.
+    """Play the scripts three times, twice one after the other, and check what came of it; the checks, and the conversations.
 
-    Args:
-        environments: they are played with; nothing else may run in them.
-        scripts: made by `scripts_of`.
-        name: name of the environment, for the report.
-        timeout_s: time limit of a step.
-
-    Returns:
-        The checks, and the conversations, for tables.
+    Nothing else may run in the environments. The report calls them `name`; `timeout_s` is the time limit of a step.
     """
-    plays = play_one_by_one(environments, scripts)
-    again = play_one_by_one(environments, scripts)
-    in_turns = play_in_turns(environments, scripts)
-    checks = [*_check_faults(name, plays), _check_determinism(name, plays, again)]
+    plays, again = ([*chain.from_iterable(play(environments, [script]) for script in scripts)] for _ in range(2))
+    in_turns = play(environments, scripts)
+    checks = [*_check_faults(name, plays), _check_alike(name, "determinism", plays, again)]
     # Conversations that differ by themselves say nothing about a leak.
     if checks[-1].outcome == "passed":
-        checks.append(_check_leak(name, plays, in_turns))
+        checks.append(_check_alike(name, "leak", plays, in_turns))
     checks += [_check_speed(name, plays, timeout_s), *_check_ranking(name, plays)]
     return checks, plays
 
@@ -188,34 +175,25 @@ def _check_faults(name: str, plays: Sequence[Play]) -> Iterator[LabCheck]:
         yield _check(name, "faults", "passed", f"{sum(len(play.observed) for play in plays)} steps without a fault")
         return
     # A policy says odd things. That a step refuses them is its right; that it ends its process costs the run.
-    worst = min(faulty, key=lambda play: (not _is_lost(play), play.script.kind == ODD))
-    outcome: Literal["warned", "failed"] = "failed" if _is_lost(worst) or worst.script.kind != ODD else "warned"
+    worst = min(faulty, key=lambda play: (not play.lost, play.script.kind == ODD))
+    outcome: Outcome = "failed" if worst.lost or worst.script.kind != ODD else "warned"
     detail = f"{len(faulty)} of {len(plays)} conversations ended by a fault: {worst.error}"
     yield _check(name, "faults", outcome, detail, fix="correct step, or make it answer what it cannot understand", play=worst)
 
 
-def _is_lost(play: Play) -> bool:
-    return any(words in (play.error or "") for words in ("did not return within", "ended its worker", "MiB of memory"))
-
-
-def _check_determinism(name: str, plays: Sequence[Play], again: Sequence[Play]) -> LabCheck:
-    found = _difference(plays, again)
+def _check_alike(name: str, check: str, plays: Sequence[Play], again: Sequence[Play]) -> LabCheck:
+    """Whether conversations went the same way twice: one after the other (determinism), or all at once (leak)."""
+    found, leak = _difference(plays, again), check == "leak"
     if found is None:
-        return _check(name, "determinism", "passed", f"{len(plays)} conversations went the same way again")
+        how = "at once went the same way as one after the other" if leak else "went the same way again"
+        return _check(name, check, "passed", f"{len(plays)} conversations {how}")
     play, what = found
-    detail = f"the same turns with the same seed went another way: {what}"
+    if leak:
+        fix = "keep what belongs to a conversation in self, not in the class or the module"
+        return _check(name, check, "failed", f"a conversation goes another way while others run: {what}", fix=fix, play=play)
     fix = "draw random numbers from a generator made with the seed of reset; a resumed run does not end in the same bytes"
-    return _check(name, "determinism", "warned", detail, fix=fix, play=play)
-
-
-def _check_leak(name: str, plays: Sequence[Play], in_turns: Sequence[Play]) -> LabCheck:
-    found = _difference(plays, in_turns)
-    if found is None:
-        return _check(name, "leak", "passed", f"{len(plays)} conversations at once went the same way as one after the other")
-    play, what = found
-    detail = f"a conversation goes another way while others run: {what}"
-    fix = "keep what belongs to a conversation in self, not in the class or the module"
-    return _check(name, "leak", "failed", detail, fix=fix, play=play)
+    detail = f"the same turns with the same seed went another way: {what}"
+    return _check(name, check, "warned", detail, fix=fix, play=play)
 
 
 def _difference(first: Sequence[Play], second: Sequence[Play]) -> tuple[Play, str] | None:
@@ -255,7 +233,7 @@ def _check_ranking(name: str, plays: Sequence[Play]) -> Iterator[LabCheck]:
         worst, lazy = min(pairs, key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
         gain = (worst.reward or 0.0) - (lazy.reward or 0.0)
         detail = f"the perfect player earns {worst.reward or 0.0:g} where the silent one earns {lazy.reward or 0.0:g}"
-        outcome: Literal["passed", "warned", "failed"] = "passed" if gain > 0 else ("warned" if gain == 0 else "failed")
+        outcome: Outcome = "passed" if gain > 0 else ("warned" if gain == 0 else "failed")
         fix = "" if gain > 0 else "reward what the task asks for, and nothing else"
         yield _check(name, "ranking", outcome, detail, fix=fix, play=worst)
     unfinished = [play for play in perfect if not (play.observed and play.observed[-1].done)]
@@ -268,15 +246,7 @@ def _check_ranking(name: str, plays: Sequence[Play]) -> Iterator[LabCheck]:
         yield _check(name, "length", "passed", f"the perfect player needs at most {longest} turns")
 
 
-def _check(
-    name: str,
-    check: str,
-    outcome: Literal["passed", "warned", "failed"],
-    detail: str,
-    *,
-    fix: str = "",
-    play: Play | None = None,
-) -> LabCheck:
+def _check(name: str, check: str, outcome: Outcome, detail: str, *, fix: str = "", play: Play | None = None) -> LabCheck:
     probe = play.script.kind if play is not None else ""
     said = " | ".join(play.script.turns)[:200] if play is not None else ""
     return LabCheck(function=name, check=check, outcome=outcome, detail=detail[:1_000], fix=fix, probe=probe, completion=said)
@@ -285,13 +255,8 @@ def _check(
 _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
-def _arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that fit the types of a tool."""
-    known: Mapping[str, Mapping[str, Any]] = schema["function"].get("parameters", {}).get("properties", {})
-    return {name: _example(one) for name, one in known.items()}
-
-
 def _example(schema: Mapping[str, Any]) -> Any:
+    """A value of this type."""
     if schema.get("enum"):
         return schema["enum"][0]
     if schema.get("anyOf"):

@@ -64,8 +64,10 @@ class VerifiersEnvironment:
         state = self._rollout.result()
         _raise_error(state)
         completion = state.get("completion")
-        said = _after_last_turn(completion) if isinstance(completion, list) else []
-        return {"messages": said, "done": True, "info": {"stop_condition": state.get("stop_condition")}}
+        said = completion if isinstance(completion, list) else []
+        turns = [index for index, message in enumerate(said) if message["role"] == "assistant"]
+        last = [_said(one) for one in said[turns[-1] + 1 :]] if turns else []
+        return {"messages": last, "done": True, "info": {"stop_condition": state.get("stop_condition")}}
 
     async def get_reward(self) -> float:
         """What the rubric gives. A conversation that a limit of ours has ended counts as one whose context is full."""
@@ -84,22 +86,14 @@ class VerifiersEnvironment:
             self._rollout.cancel()
 
 
-def write_rows(
-    id: str,
-    path: Path,
-    *,
-    num: int = -1,
-    seed: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> int:
+def write_rows(id: str, path: Path, *, num: int = -1, seed: int | None = None, arguments: Mapping[str, Any] | None = None) -> int:
     """Write the training rows of a verifiers environment as JSON lines with `messages` and its columns. Returns how many.
 
     Args:
-        id: as of VerifiersEnvironment.
+        id: as of VerifiersEnvironment, and so `arguments`.
         path: the file; its folder exists.
         num: how many rows. -1: all.
         seed: shuffles them. None: their own order.
-        arguments: keyword arguments of the environment.
     """
     data = _load(id, json.dumps(dict(arguments or {}), sort_keys=True)).get_dataset(n=num, seed=seed)
     with path.open("w", encoding="utf-8") as file:
@@ -182,11 +176,6 @@ class _Model:
 
 def _said(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": message.get("content") or ""}
-
-
-def _after_last_turn(completion: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    turns = [index for index, message in enumerate(completion) if message["role"] == "assistant"]
-    return [_said(one) for one in completion[turns[-1] + 1 :]] if turns else []
 
 
 def _raise_error(state: Mapping[str, Any]) -> None:

@@ -206,7 +206,7 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    metrics |= task_rewards(metric.TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
+    metrics |= task_rewards(metric.TASK_REWARD, scored, scores.totals) | scores.metrics
     return _known(metrics)
 
 

@@ -50,7 +50,13 @@ def main() -> None:
         while True:
             request = json.loads(connection.recv_bytes())
             if IMPORTS in request:
-                _import(request[IMPORTS] if is_safe else [])
+                gc.disable()
+                for module in request[IMPORTS] if is_safe else []:
+                    # The child that needs it fails too, and has a log that says why.
+                    with suppress(Exception):
+                        import_module(module)
+                gc.freeze()
+                gc.enable()
                 continue
             pid = os.fork()
             if pid == 0:
@@ -58,17 +64,6 @@ def main() -> None:
                 _become(**request)
             connection.send_bytes(str(pid).encode())
             connection.send_bytes(str(_exit_code(pid, connection)).encode())
-
-
-def _import(modules: list[str]) -> None:
-    """Import modules for all children to come."""
-    gc.disable()
-    for module in modules:
-        # The child that needs it fails too, and has a log that says why.
-        with suppress(Exception):
-            import_module(module)
-    gc.freeze()
-    gc.enable()
 
 
 def _exit_code(pid: int, connection: Connection) -> int:

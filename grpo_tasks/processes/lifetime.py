@@ -43,10 +43,7 @@ def adopt_orphans() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of this machine, past or present.
-
-    The kernel reuses the pid of a process that has ended. No other process has both.
-    """
+    """One process of this machine, past or present. The kernel reuses the pid of one that has ended; no other has both."""
 
     pid: int
     born: float
@@ -54,11 +51,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int | None = None) -> Self:
-        """The identity of a running process, by default of this one.
-
-        Raises:
-            psutil.NoSuchProcess: there is none with this pid.
-        """
+        """The identity of a running process, by default of this one; raises psutil.NoSuchProcess if there is none."""
         process = psutil.Process(pid)
         return cls(process.pid, process.create_time())
 

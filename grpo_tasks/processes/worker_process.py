@@ -1,35 +1,95 @@
 """A process that runs a user's functions, seen from the parent: start it, exchange requests and replies with a limit, end it.
 
-    WorkerProcess.exchange  --JSON-->  MODULE (started by worker_supervisor.py, output to the log)  --JSON-->  reply | WorkerFault
+    WorkerProcess.exchange  --JSON-->  MODULE (started by worker_supervisor.py, output to the log)  --JSON-->  Reply | WorkerFault
 
 Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. An
-exchange that does any of it costs the process and nothing else. What a fault means is decided by the caller.
+exchange that does any of it costs the process and nothing else. The caller says what a reply looks like, and what a fault means.
+
+Two sockets lead to it. Deadlines are values of time.monotonic(); every wait has one, whatever the other side does.
+
+    data     requests and replies. The other end is in the worker, where untrusted code can write to it too.
+    control  orders to the supervisor, and its report of how the worker ended. Untrusted code cannot reach it.
 """
 
 import json
+import math
 import os
 import secrets
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import psutil
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
+from grpo_tasks.processes.framing import CHUNK_BYTES, EXIT_QUERY, HEADER, MAGIC, READY, frame
 from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
+from schemas.errors import UserError
 
 CLOSE_S = 10.0
 """Time limit for the supervisor to end everything that it started."""
+REPORT_LIMIT_S = 5.0
+"""Time limit for the report of how a worker ended. Before that, the supervisor kills everything the worker started."""
+READY_LIMIT_S = 0.5
+"""Time limit for the supervisor to acknowledge a call. Without it, output may be attributed to the call before."""
 MEMORY_SHARE = 0.8
 """Largest share of the machine's memory that a worker may use, whatever the configuration says: the trainer needs the rest."""
 
-Reply = TypeVar("Reply")
+
+class MalformedReplyError(Exception):
+    """The bytes that arrived are not a reply."""
+
+
+class WorkerEndedError(Exception):
+    """The worker or its supervisor has ended."""
+
+
+def _reported(text: Any) -> UserError:
+    try:
+        return UserError.from_json(text)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("no error of ours") from error
+
+
+ReportedError = Annotated[UserError, PlainValidator(_reported)]
+"""Field of a reply: the error that a handler of the worker raised."""
+
+
+class Reply(BaseModel):
+    """The shape of a reply. A user's code runs in the process that replies, so nothing else is accepted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    request: str
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        """Raise MalformedReplyError if this cannot be the reply to this message."""
+
+    @classmethod
+    def read(cls, payload: bytes, request: str, message: Mapping[str, Any]) -> Self:
+        """The reply in a payload; raises MalformedReplyError unless it has this shape and belongs to this request."""
+        try:
+            reply = cls.model_validate_json(payload)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            said = f"{where + ': ' if where else ''}{first['msg']}"
+            raise MalformedReplyError(f"sent a reply of the wrong shape ({said})") from None
+        if reply.request != request:
+            raise MalformedReplyError("sent a reply to another request")
+        reply._check(message)
+        return reply
+
+
+Shape = TypeVar("Shape", bound=Reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +97,29 @@ class WorkerFault:
     """An exchange that ended the worker."""
 
     kind: Literal["hung", "memory", "ended", "broken"]
-    detail: str
-    """hung: empty. memory: empty. ended: how, such as `exit code 3`. broken: what it wrote. The same for the same cause."""
+    detail: str = ""
+    """ended: how, such as `exit code 3`. broken: what it wrote. The same for the same cause."""
     measured: int = 0
     """hung: bytes of a reply that had arrived. memory: bytes that were in use."""
+
+    def reason(self, limit_s: float, memory: str) -> str:
+        """What happened, by the limits of the call; it completes a sentence that begins with the name of what was called.
+
+        No times, pids or measurements: it goes into conversations, and a repeated run has the same bytes.
+        """
+        return {
+            "hung": f"did not return within {limit_s:g} s",
+            "memory": f"used more than {memory} of memory",
+            "broken": f"{self.detail} on the socket of its worker process",
+            "ended": f"ended its worker process ({self.detail})",
+        }[self.kind]
 
 
 class WorkerProcess:
     """One child process.
 
     Args:
-        module: module that is run in the child; its only argument is the descriptor of its socket.
+        module: module that is run in the child; its only argument is the descriptor of its socket (worker_main.py).
         limit_bytes: memory in bytes that the child and everything that it starts may use.
         log: file that receives the beginning of what is printed during each exchange. None: the output is discarded.
         environment: variables that the child has besides those of this process.
@@ -102,55 +174,51 @@ class WorkerProcess:
         return self._link.has_ended()
 
     def exchange(
-        self, message: Mapping[str, Any], label: str, limit_s: float, max_bytes: int, read: Callable[[bytes, str], Reply]
-    ) -> Reply | WorkerFault:
+        self, what: str, message: Mapping[str, Any], shape: type[Shape], *, limit_s: float, max_bytes: int, label: str = ""
+    ) -> Shape | WorkerFault:
         """Send a request and read its reply. A fault ends the child.
 
         Args:
-            message: the request, as JSON values.
-            label: name of the exchange for the log.
+            what: kind of the request; names the handler in the child.
+            message: the rest of the request, as JSON values.
+            shape: shape of the reply.
             limit_s: time limit in seconds.
             max_bytes: maximum size of the reply.
-            read: makes the reply of the payload and the id of the request; raises MalformedReplyError for any other payload.
+            label: name of the exchange for the log; its kind by default.
         """
         assert self._link is not None
         # Random, so that a function cannot prepare a reply to a later request.
         request = secrets.token_hex(8)
-        payload = json.dumps({"request": request, **message}).encode()
+        payload = json.dumps({"request": request, "what": what, **message}).encode()
         deadline = time.monotonic() + limit_s
-        self._link.begin_call(label, deadline)
+        self._link.begin_call(label or what, deadline)
         try:
             self._link.send(payload, deadline)
-            reply = read(self._link.receive(max_bytes, deadline), request)
+            reply = shape.read(self._link.receive(max_bytes, deadline), request, message)
         except TimeoutError:
-            fault = WorkerFault("hung", "", self._link.received)
+            fault = WorkerFault("hung", measured=self._link.received)
         except MalformedReplyError as error:
             fault = WorkerFault("broken", str(error))
         except WorkerEndedError:
-            fault = self._exit_fault()
+            fault = _exit_fault(self._link.read_exit_report())
         else:
             self._link.send_order("")
             return reply
         self.close()
         return fault
 
-    def _exit_fault(self) -> WorkerFault:
-        assert self._link is not None
-        report = self._link.read_exit_report()
-        if "memory" in report:
-            return WorkerFault("memory", "", report["memory"])
-        code = report.get("code")
-        if code is None:
-            return WorkerFault("ended", "it closed the socket")
-        return WorkerFault("ended", f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}")
 
-
-def _signal_name(number: int) -> str:
-    """The name of a signal; the number of a real-time signal, which has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
+def _exit_fault(report: Mapping[str, Any]) -> WorkerFault:
+    if "memory" in report:
+        return WorkerFault("memory", measured=report["memory"])
+    code = report.get("code")
+    if code is None:
+        return WorkerFault("ended", "it closed the socket")
+    if code >= 0:
+        return WorkerFault("ended", f"exit code {code}")
+    # A real-time signal has no name.
+    names = {number.value: number.name for number in signal.Signals}
+    return WorkerFault("ended", f"signal {names.get(-code, -code)}")
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
@@ -164,3 +232,148 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
                     one.kill()
         process.kill()
         process.wait()
+
+
+class WorkerLink:
+    """Two connected pairs of sockets. Close `worker_ends`, those of the other side, once the child process has inherited them: as
+    long as any copy is open, the end of the worker does not show as an end of file."""
+
+    def __init__(self) -> None:
+        self.data, worker_data = socket.socketpair()
+        self.control, worker_control = socket.socketpair()
+        self.worker_ends = (worker_data, worker_control)
+        for ours in (self.data, self.control):
+            ours.setblocking(False)
+        self.received = 0
+        """Bytes of the current reply that have arrived."""
+
+    def close(self) -> None:
+        """Close both sockets; the supervisor then ends the worker."""
+        for ours in (self.data, self.control):
+            # close() alone does not end the connection while a process forked from this one holds a copy of the socket.
+            with suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)
+        for one in (self.data, self.control, *self.worker_ends):
+            one.close()
+
+    def begin_call(self, label: str, deadline: float) -> None:
+        """Tell the supervisor that a call begins, and wait a moment until it has assigned earlier output to the call before."""
+        self.send_order(label)
+        self._control_ready(min(time.monotonic() + READY_LIMIT_S, deadline))
+        self.has_ended()
+
+    def send_order(self, order: str) -> None:
+        """Send an order to the supervisor: a call begins (its label), has ended (empty), or EXIT_QUERY. Never raises."""
+        # If the supervisor has ended or does not read, the wait for the reply finds out.
+        with suppress(OSError):
+            self.control.send(f"{order}\n".encode())
+
+    def send(self, payload: bytes, deadline: float) -> None:
+        """Send a frame to the worker; raises TimeoutError or WorkerEndedError if it did not read all of it."""
+        self.received = 0
+        rest = memoryview(frame(payload))
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            try:
+                rest = rest[self.data.send(rest[:CHUNK_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise WorkerEndedError from error
+
+    def receive(self, max_bytes: int, deadline: float) -> bytes:
+        """The payload of the next frame. Nothing may follow the frame.
+
+        Raises:
+            TimeoutError: the frame was not complete by the deadline.
+            MalformedReplyError: the bytes are no frame, announce more than `max_bytes`, or continue after the frame.
+            WorkerEndedError: the worker has ended.
+        """
+        received, frame_size = bytearray(), math.inf
+        while len(received) < frame_size:
+            self._wait(select.POLLIN, deadline)
+            try:
+                chunk = self.data.recv(CHUNK_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise WorkerEndedError from error
+            if not chunk:
+                raise WorkerEndedError
+            received += chunk
+            self.received = len(received)
+            frame_size = _frame_size(received, max_bytes)
+        if len(received) > frame_size or self.has_unread_bytes():
+            raise MalformedReplyError("wrote more than one reply")
+        return bytes(received[HEADER.size :])
+
+    def has_unread_bytes(self) -> bool:
+        """Whether bytes have arrived that belong to no request."""
+        try:
+            return bool(self.data.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def has_ended(self) -> bool:
+        """Whether the supervisor reports an end or has ended itself. Pending READY bytes are consumed."""
+        try:
+            while self.control.recv(1, socket.MSG_PEEK) == READY:
+                self.control.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def read_exit_report(self) -> dict[str, Any]:
+        """How the worker ended, as its supervisor reports; empty when no report comes within REPORT_LIMIT_S."""
+        self.send_order(EXIT_QUERY)
+        text, deadline = b"", time.monotonic() + REPORT_LIMIT_S
+        with suppress(OSError, ValueError):
+            # Wait first: recv on a non-blocking socket raises at once when nothing has arrived.
+            while self._control_ready(deadline) and (chunk := self.control.recv(CHUNK_BYTES)):
+                text = (text + chunk).lstrip(READY)
+                if text.endswith(b"\n"):
+                    report: dict[str, Any] = json.loads(text)
+                    return report
+        return {}
+
+    def _wait(self, event: int, deadline: float) -> None:
+        """Wait until the data socket is ready for `event` (POLLIN or POLLOUT)."""
+        while True:
+            remaining = deadline - time.monotonic()
+            # Checked before the socket: a worker that sends one byte at a time must not postpone the deadline.
+            if remaining < 0:
+                raise TimeoutError
+            # The control socket is watched too: the supervisor reports there when the worker has ended although another process
+            # still holds a copy of its data socket.
+            poll = select.poll()
+            poll.register(self.data, event)
+            poll.register(self.control, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(math.ceil(remaining * 1000))}
+            if not ready:
+                raise TimeoutError
+            # A reply counts even if the worker ended right after it, so the data socket comes first.
+            if self.data.fileno() in ready:
+                return
+            if self.has_ended():
+                raise WorkerEndedError
+
+    def _control_ready(self, deadline: float) -> bool:
+        """Wait until the control socket can be read."""
+        # poll instead of select, which fails for file descriptors above 1023.
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        return bool(poll.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)))
+
+
+def _frame_size(received: bytearray, max_bytes: int) -> float:
+    """Size of the frame in bytes, header included; infinite until the header is complete."""
+    if not MAGIC.startswith(bytes(received[: len(MAGIC)])):
+        raise MalformedReplyError("wrote bytes that are no reply")
+    if len(received) < HEADER.size:
+        return math.inf
+    size = int(HEADER.unpack_from(received)[1])
+    if size > max_bytes:
+        raise MalformedReplyError(f"announced a reply of {size:,} bytes where {max_bytes:,} is the maximum")
+    return HEADER.size + size

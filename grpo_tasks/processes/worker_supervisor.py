@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -28,24 +29,16 @@ import psutil
 from grpo_tasks.processes.framing import EXIT_QUERY, READY
 from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
 
-CHECK_S = 0.05
-"""Seconds between two checks of the memory during a call."""
-IDLE_CHECK_S = 1.0
-"""Seconds between two checks outside a call, when only a thread or process that a function left behind could use memory."""
+CHECK_S, IDLE_CHECK_S = 0.05, 1.0
+"""Time between two checks of the memory during a call, and outside, when only something left behind could use memory."""
 MAX_CHECK_SHARE = 0.05
 """Largest share of a core that the checks may take. They are slow on a machine with many processes."""
-EXIT_LIMIT_S = 0.5
-"""Time limit in seconds for a worker to end after it has closed its socket."""
-KILL_LIMIT_S = 5.0
-"""Time limit in seconds for killed processes to end."""
-MAX_LINES = 100
-"""Lines kept of the output of one call."""
-MAX_BYTES = 16_384
-"""Bytes kept of the output of one call."""
-CHUNK_BYTES = 65_536
-"""Bytes read at once: the size of a pipe on Linux."""
-MAX_PIPE_BYTES = 2**20
-"""Largest size of a pipe that an unprivileged process can set on Linux."""
+EXIT_LIMIT_S, KILL_LIMIT_S = 0.5, 5.0
+"""Time limits for a worker to end after it has closed its socket, and for killed processes to end."""
+MAX_LINES, MAX_BYTES = 100, 16_384
+"""What is kept of the output of one call."""
+CHUNK_BYTES, MAX_PIPE_BYTES = 65_536, 2**20
+"""The size of a pipe on Linux, and the largest that an unprivileged process can set."""
 
 
 class Output:
@@ -132,7 +125,12 @@ class WorkerSupervisor:
 
     def run(self) -> dict[str, int]:
         """Supervise until the worker or the parent ends. Returns how the worker ended; empty when it was not its own doing."""
-        poll, ended = select.poll(), _child_end_descriptor()
+        # Becomes readable when a child ends, so that poll can wait for it.
+        ended, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        poll = select.poll()
         for descriptor in (self.control.fileno(), self.output, ended):
             poll.register(descriptor, select.POLLIN)
         while True:
@@ -209,11 +207,25 @@ class WorkerSupervisor:
                     self.code = self.worker.returncode = os.waitstatus_to_exitcode(status)
 
     def _check_memory(self) -> int:
-        """Bytes of memory in use by the worker and everything that it has started."""
+        """Bytes of memory in use by the worker and everything that it has started.
+
+        Pages that several processes share count once, but only when the answer depends on it: resident memory is cheap to read
+        but counts them for each process, and the exact proportional set size is slow.
+        """
         began = time.monotonic()
-        used = memory_of(psutil.Process().children(recursive=True), self.limit_bytes)
-        took = time.monotonic() - began
-        self._next_check = began + max(CHECK_S, took / MAX_CHECK_SHARE)
+        processes = psutil.Process().children(recursive=True)
+
+        def total(size: Callable[[psutil.Process], int]) -> int:
+            used = 0
+            for process in processes:
+                with suppress(psutil.Error):
+                    used += size(process)
+            return used
+
+        used = total(lambda one: int(one.memory_info().rss))
+        if used > self.limit_bytes:
+            used = total(lambda one: int(getattr(full := one.memory_full_info(), "pss", full.rss)))
+        self._next_check = began + max(CHECK_S, (time.monotonic() - began) / MAX_CHECK_SHARE)
         return used
 
     def _parent_is_gone(self) -> bool:
@@ -224,23 +236,6 @@ class WorkerSupervisor:
             return psutil.Process(self.outer).ppid() != self.parent
         except psutil.Error:
             return True
-
-
-def memory_of(processes: list[psutil.Process], limit_bytes: int) -> int:
-    """Bytes of memory in use. Pages that several processes share count once, but only when the answer depends on it."""
-    # Resident memory is cheap to read but counts shared pages for each process. The exact proportional set size is slow.
-    used = 0
-    for process in processes:
-        with suppress(psutil.Error):
-            used += process.memory_info().rss
-    if used <= limit_bytes:
-        return used
-    used = 0
-    for process in processes:
-        with suppress(psutil.Error):
-            full = process.memory_full_info()
-            used += getattr(full, "pss", full.rss)
-    return used
 
 
 def end_descendants() -> None:
@@ -256,15 +251,6 @@ def end_descendants() -> None:
         except ChildProcessError:
             return
         time.sleep(0.002)
-
-
-def _child_end_descriptor() -> int:
-    """A file descriptor that becomes readable when a child ends, so that poll can wait for it."""
-    ended, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    return ended
 
 
 def main() -> NoReturn:

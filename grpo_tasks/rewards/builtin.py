@@ -1,15 +1,5 @@
 """The built-in reward functions: plain functions with TRL's signature, linear in the text. The configuration holds their weights.
 
-    format              1 when the whole completion keeps the strict format, else 0
-    incremental_format  an equal share for each tag in order, minus 0.001 per character after the closing answer tag, at least 0
-    correctness         1 when the answer equals a ground truth, else 0; none for a row without ground truth
-    length              1 inside a range of lengths, falling to 0 outside it
-    repetition          -1 .. 0, minus the share of repeated n-grams
-    style               -1 .. 1, the mean of four signs of tidiness
-    judge               0 .. 1, by a language model behind an endpoint (judging/)
-    environment         what the environment gives (section interaction); 0 where it gives nothing before a limit
-    soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
-
 Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
 a format. A worthless completion (its answer is empty or a tag is repeated) earns 0, and -1 from `style`.
 """
@@ -17,6 +7,7 @@ a format. A worthless completion (its answer is empty or a tag is repeated) earn
 # ruff: noqa: ARG001 - by TRL's contract every function receives more arguments than it uses
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 from grpo_tasks.answers.equality import equals_any
@@ -30,23 +21,18 @@ from schemas.errors import RewardError
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages; the last one of the assistant counts."""
-
 Turns = Sequence[Sequence[Mapping[str, Any]]]
 """The policy's turns of N conversations."""
-
 FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
 """Best score of the functions whose best score is not 1."""
-
 TRAILING_PENALTY = 0.001
 """Deduction for one character after the closing answer tag."""
 SHORT_ANSWER_CHARS = 100
 """Longest answer that `style` calls short."""
 REPETITION_WINDOW = 100_000
 """Characters at the end that are searched for repetition: a degenerate model loops there. It keeps 1 MB below 100 ms."""
-MAX_WORD_CHARS = 32
-"""A longer word is split into pieces."""
-PIECE_CHARS = 8
-"""Length of such a piece."""
+MAX_WORD_CHARS, PIECE_CHARS = 32, 8
+"""A longer word is split into pieces of this length: a run without spaces would be a single word that never repeats."""
 
 
 def completion_text(completion: Completion) -> str:
@@ -66,9 +52,13 @@ def format(prompts: object, completions: Sequence[Completion], *, completion: Co
 def incremental_format(
     prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object
 ) -> list[float]:
-    """0 .. 1, rising with every tag in order, so that a base model that knows only some of the tags already sees a difference."""
+    """0 .. 1: an equal share for each tag in order, so that a base model that knows only some of them already sees a difference,
+    minus a penalty for each character after the closing answer tag."""
     credit = 0.25 if completion.tags.reasoning is not None else 0.5
-    return [_tag_score(found, credit) for found in _extractions(completions, completion)]
+    return [
+        0.0 if found.worthless else max(0.0, credit * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars)
+        for found in _extractions(completions, completion)
+    ]
 
 
 def correctness(
@@ -102,17 +92,8 @@ def length(
 ) -> list[float]:
     """1.0 from `min_length` to `max_length`; below, the share of `min_length`; above, falling to 0 at twice `max_length`.
 
-    Args:
-        prompts: not used.
-        completions: N completions.
-        completion_ids: N lists of token ids; required for the unit tokens.
-        turns: N lists of turns, where tools or an environment answer; only the policy's tokens count.
-        completion: what the reasoning is.
-        min_length: shortest length with the full score.
-        max_length: longest length with the full score.
-        unit: characters of the reasoning (of the completion unless it has exactly one reasoning block, or text before the
-            answer where the format has no such block), or tokens of the completion.
-        columns: not used.
+    The unit characters counts those of the reasoning: of the completion unless it has exactly one reasoning block, or text before
+    the answer where the format has no such block. The unit tokens counts those of the completion that the policy has written.
 
     Raises:
         ValueError: the range or the unit is invalid.
@@ -131,20 +112,39 @@ def length(
             len((completion_text(given) if one.reasoning is None else one.reasoning).strip())
             for one, given in zip(found, completions, strict=True)
         ]
-    return [0.0 if one.worthless else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
+    scores = [size / min_length if size < min_length else max(0.0, min(1.0, 2.0 - size / max_length)) for size in sizes]
+    return [0.0 if one.worthless else score for one, score in zip(found, scores, strict=True)]
 
 
 def repetition(prompts: object, completions: Sequence[Completion], *, ngram: int = 3, **columns: object) -> list[float]:
-    """Minus the share of word n-grams that occur earlier in the completion."""
+    """-1 .. 0, minus the share of word n-grams that occur earlier in the completion."""
     if ngram < 1:
         raise ValueError(f"repetition requires an ngram of at least 1, not {ngram}")
-    return [-_repeated_share(completion_text(completion), ngram) for completion in completions]
+    scores = []
+    for completion in completions:
+        words: list[str] = []
+        for word in completion_text(completion)[-REPETITION_WINDOW:].split():
+            size = PIECE_CHARS if len(word) > MAX_WORD_CHARS else len(word)
+            words += [word[start : start + size] for start in range(0, len(word), size)]
+        grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
+        scores.append(len(set(grams)) / len(grams) - 1.0 if grams else 0.0)
+    return scores
 
 
 def style(prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object) -> list[float]:
     """Mean of four signs (1 or -1): nothing after the answer, short answer, reasoning longer than the answer, printable text."""
-    texts = [completion_text(given) for given in completions]
-    return [_style_score(text, extract(text, completion)) for text in texts]
+    scores = []
+    for text in map(completion_text, completions):
+        found = extract(text, completion)
+        answer, reasoning = found.answer or "", found.reasoning or ""
+        signs = (
+            found.answer is not None and found.trailing_chars == 0,
+            0 < len(answer) <= SHORT_ANSWER_CHARS and "\n" not in answer,
+            len(reasoning.strip()) > len(answer),
+            all(letter.isprintable() or letter in "\n\t" for letter in set(text)),
+        )
+        scores.append(-1.0 if found.worthless else fmean(1.0 if sign else -1.0 for sign in signs))
+    return scores
 
 
 def soft_overlong(
@@ -157,8 +157,8 @@ def soft_overlong(
     soft_punish_cache: int,
     **columns: object,
 ) -> list[float]:
-    """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length`. The limit is
-    that of a turn, so in a conversation the longest one counts."""
+    """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length` (DAPO,
+    arXiv:2503.14476 eq. 13). The limit is that of a turn, so in a conversation the longest one counts."""
     if not 0 < soft_punish_cache <= max_completion_length:
         raise ValueError(
             "soft_overlong requires 0 < soft_punish_cache <= max_completion_length, "
@@ -173,11 +173,7 @@ def environment(
     prompts: object, completions: object, *, environment_reward: Sequence[float | None] | None = None, **columns: object
 ) -> list[float | None]:
     """The sum of what the environment gave for the conversation. Where it gave nothing: 0 if the conversation ran out of turns or
-    tokens, else None.
-
-    Raises:
-        ValueError: no environment answers.
-    """
+    tokens, else None."""
     if environment_reward is None:
         raise ValueError("the reward environment requires interaction.environment")
     return list(environment_reward)
@@ -209,24 +205,18 @@ def judge(
     said: Iterable[str | list[TranscriptMessage]] = (
         map(completion_text, completions) if turns is None else map(_played, completions, turns)
     )
-    found = judge.score(
-        [
-            Case(_conversation(prompt), completion, _reference(reference))
-            for prompt, completion, reference in zip(prompts, said, references, strict=True)
-        ]
-    )
-    tally = found.tally
+    cases = []
+    for prompt, completion, given in zip(prompts, said, references, strict=True):
+        # The judge sees what was asked, not how the policy was told to reply.
+        messages = [] if isinstance(prompt, str) else [one for one in prompt if one.get("role") != "system"]
+        asked = prompt if isinstance(prompt, str) else "\n\n".join(one.get("content") or "" for one in messages)
+        reference = given[0] if isinstance(given, list) and given else given
+        cases.append(Case(asked, completion, None if reference is None else str(reference)))
+    found = judge.score(cases)
     for name in ("asked", "cached", "malformed", "manipulations", "unjudged", "cost"):
-        columns["log_metric"](name, float(getattr(tally, name)))
+        columns["log_metric"](name, float(getattr(found.tally, name)))
     columns["log_extra"]("note", found.notes)
     return found.scores
-
-
-def _conversation(prompt: Completion) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    # The judge sees what was asked, not how the policy was told to reply.
-    return "\n\n".join(message.get("content") or "" for message in prompt if message.get("role") != "system")
 
 
 def _played(messages: Completion, turns: Sequence[Mapping[str, Any]]) -> str | list[TranscriptMessage]:
@@ -245,9 +235,8 @@ def _played(messages: Completion, turns: Sequence[Mapping[str, Any]]) -> str | l
     return said if len(said) > 1 else "".join(one.text for one in said)
 
 
-def _reference(given: object) -> str | None:
-    given = given[0] if isinstance(given, list) and given else given
-    return None if given is None else str(given)
+def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:
+    return [extract(completion_text(given), completion) for given in completions]
 
 
 BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
@@ -255,48 +244,3 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong, environment)
 }
 """The functions by their name in the configuration; a judge needs settings of its own."""
-
-
-def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:
-    return [extract(completion_text(given), completion) for given in completions]
-
-
-def _tag_score(found: Extraction, credit: float) -> float:
-    if found.worthless:
-        return 0.0
-    score = credit * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars
-    return max(0.0, score)
-
-
-def _range_score(size: int, low: int, high: int) -> float:
-    if size < low:
-        return size / low
-    return max(0.0, min(1.0, 2.0 - size / high))
-
-
-def _repeated_share(text: str, ngram: int) -> float:
-    words = [piece for word in text[-REPETITION_WINDOW:].split() for piece in _pieces(word)]
-    grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _pieces(word: str) -> list[str]:
-    # A long run without spaces would otherwise be a single word that never repeats.
-    return (
-        [word]
-        if len(word) <= MAX_WORD_CHARS
-        else [word[start : start + PIECE_CHARS] for start in range(0, len(word), PIECE_CHARS)]
-    )
-
-
-def _style_score(text: str, found: Extraction) -> float:
-    if found.worthless:
-        return -1.0
-    answer, reasoning = found.answer or "", found.reasoning or ""
-    signs = (
-        found.answer is not None and found.trailing_chars == 0,
-        0 < len(answer) <= SHORT_ANSWER_CHARS and "\n" not in answer,
-        len(reasoning.strip()) > len(answer),
-        all(letter.isprintable() or letter in "\n\t" for letter in set(text)),
-    )
-    return sum(1.0 if sign else -1.0 for sign in signs) / len(signs)

@@ -33,7 +33,9 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeFloat
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.places import row_place
@@ -61,10 +63,14 @@ MAX_EXTRA_CHARS = 300
 """Characters kept of one value of such a column."""
 MAX_GOLD_CHARS = 100_000
 """Characters kept of a completion that a user's function makes for the lab."""
+MAX_TEXT_CHARS = 4_000
+"""Maximum length of any text of a fault."""
 
 Extra = float | str | None
 """One value passed to log_extra."""
-
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARS)]
+ReportedExtra = Annotated[str, Field(max_length=MAX_EXTRA_CHARS)] | FiniteFloat | None
 
 TaskRewards = Mapping[str, Collection[str] | None]
 """Names of the functions that apply to each task. None, or a task that is missing: every function of the stage."""
@@ -85,13 +91,12 @@ class ScoreBatch:
     step: int = 0
     """Number of the update. Functions see it as trainer_state.global_step."""
     origins: Sequence[str] = field(default=())
-    """Where each of the N rows comes from, for error messages. May be empty."""
+    """Where each of the N rows comes from, for error messages. This and what follows may be empty."""
     prompt_ids: Sequence[Sequence[int]] = field(default=())
-    """Token ids of the N prompts. Empty where they are not known."""
     tasks: Sequence[str] = field(default=())
-    """Task of each of the N rows. Empty when the data have a single task."""
+    """Task of each of the N rows, when the data have several."""
     played: Sequence[Played] = field(default=())
-    """The N conversations. Empty when completions are one turn each."""
+    """The N conversations, when completions are more than one turn each."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
@@ -103,17 +108,13 @@ class ScoreBatch:
 
     def take(self, indices: Sequence[int]) -> "ScoreBatch":
         """The batch of these completions, in this order."""
-        return ScoreBatch(
-            prompts=[self.prompts[index] for index in indices],
-            completions=[self.completions[index] for index in indices],
-            completion_ids=[self.completion_ids[index] for index in indices],
-            columns={name: [values[index] for index in indices] for name, values in self.columns.items()},
-            step=self.step,
-            origins=[self.origins[index] for index in indices] if self.origins else (),
-            prompt_ids=[self.prompt_ids[index] for index in indices] if self.prompt_ids else (),
-            tasks=[self.tasks[index] for index in indices] if self.tasks else (),
-            played=[self.played[index] for index in indices] if self.played else (),
-        )
+
+        def of(values: Sequence[Any]) -> list[Any]:
+            return [values[index] for index in indices] if values else []
+
+        names = ("prompts", "completions", "completion_ids", "origins", "prompt_ids", "tasks", "played")
+        taken: dict[str, Any] = {name: of(getattr(self, name)) for name in names}
+        return replace(self, columns={name: of(values) for name, values in self.columns.items()}, **taken)
 
 
 def batch_of(
@@ -125,15 +126,7 @@ def batch_of(
     step: int = 0,
     played: Sequence[Played] = (),
 ) -> ScoreBatch:
-    """The batch in which `completions[i]` answers `rows[i]`. The trainer and the lab both build their batches here.
-
-    Args:
-        rows: N rows; a row may occur several times.
-        completions: N texts.
-        completion_ids: N lists of token ids.
-        prompt_ids: N lists of token ids, or nothing.
-        step: number of the update.
-        played: N conversations, or nothing.
+    """The batch in which `completions[i]` answers `rows[i]`; a row may occur several times.
 
     The columns are `answer`, `task` when any row has one, and every extra column of any row, with None where a row lacks it.
     Reserved names are left out.
@@ -148,48 +141,43 @@ def batch_of(
         completion_ids=completion_ids,
         columns=columns | ({"task": tasks} if tasks else {}),
         step=step,
-        origins=[origin_of(row) for row in rows],
+        origins=[f"{row_place(row.source, row.line)} (prompt_id {row.prompt_id})" for row in rows],
         prompt_ids=prompt_ids,
         tasks=tasks,
         played=played,
     )
 
 
-def origin_of(row: PromptRow) -> str:
-    """Where a row comes from, for a person: file, line and prompt_id."""
-    return f"{row_place(row.source, row.line)} (prompt_id {row.prompt_id})"
-
-
 @dataclass(frozen=True, slots=True)
 class FunctionScores:
-    """The checked result of one call of one function."""
+    """The checked result of one call of one function. The worker sends it in this shape, and no other is accepted."""
 
-    scores: list[float | None]
+    scores: list[FiniteFloat | None]
     """One per completion; None where the function does not apply."""
-    seconds: float
+    seconds: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
     """Time inside the function."""
-    tokens: dict[int, list[float]] = field(default_factory=dict)
+    tokens: dict[int, list[FiniteFloat]] = field(default_factory=dict)
     """Scores of single tokens, by index of the completion, for completions that the function scored token by token."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
     """What the function passed to log_metric, averaged over the call."""
-    extra: dict[str, list[Extra]] = field(default_factory=dict)
+    extra: Annotated[dict[MetricName, list[ReportedExtra]], Field(max_length=MAX_EXTRAS)] = field(default_factory=dict)
     """What the function passed to log_extra: N values by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFault:
-    """One failed call of a function."""
+    """One failed call of a function; like FunctionScores, the shape in which the worker sends it."""
 
     kind: Literal["raised", "hung", "died", "broken", "unavailable"]
-    detail: str
+    detail: Text
     """What happened. It completes a sentence that begins with the name of the function."""
-    source: str = ""
+    source: Text = ""
     """File, line and function of the exception in the user's own code, when known."""
     index: int | None = None
     """Index of the completion in the batch, when known."""
-    fix: str = ""
+    fix: Text = ""
     """What to do. Empty: the general advice of `reward_error`."""
-    arguments: str = ""
+    arguments: Text = ""
     """Types and sizes of the arguments of the call, for an exception."""
 
 
@@ -219,11 +207,11 @@ def spread(outcome: FunctionScores | RewardFault, indices: Sequence[int], num: i
 
 
 class ContractError(Exception):
-    """A returned value that breaks the contract. Carries the fault."""
+    """A returned value that breaks the contract."""
 
-    def __init__(self, fault: RewardFault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
+    def __init__(self, detail: str, fix: str, index: int | None = None) -> None:
+        super().__init__(detail)
+        self.fault = RewardFault("broken", detail, index=index, fix=fix)
 
 
 def check_result(
@@ -244,36 +232,43 @@ def check_result(
     """
     result, num = _as_list(result), len(lengths)
     if not isinstance(result, list | tuple):
-        raise breach(f"returned {_kind(result)} instead of a list of {num} scores", _fix_of_kind(result))
+        raise ContractError(f"returned {_kind(result)} instead of a list of {num} scores", _fix_of_kind(result))
     if len(result) != num:
         first_without = len(result) if len(result) < num else None
-        raise breach(f"returned {len(result)} scores for {num} completions", ONE_EACH, first_without)
+        raise ContractError(f"returned {len(result)} scores for {num} completions", ONE_EACH, first_without)
     scores: list[float | None] = []
     tokens: dict[int, list[float]] = {}
     for index, value in enumerate(map(_as_list, result)):
         if not isinstance(value, list | tuple):
-            scores.append(_score(value, index))
+            scores.append(None if value is None else _number(value, index))
             continue
-        spans = turns[index] if turns else [(0, lengths[index])]
-        if turns and len(value) == len(spans) != lengths[index]:
-            # The mean over turns, whatever their lengths.
-            own = [_number(one, index) for one in value]
-            tokens[index] = _spread_over_turns(own, spans, lengths[index])
-        else:
-            tokens[index] = _token_scores(value, index, lengths[index])
-            own = [tokens[index][at] for start, end in spans for at in range(start, end)]
-        scores.append(_mean(own))
+        spans, length = turns[index] if turns else [(0, lengths[index])], lengths[index]
+        by_turn = bool(turns) and len(value) == len(spans) != length
+        if not by_turn and len(value) != length:
+            fix = "return one number per id of completion_ids, or one number for the whole completion"
+            raise ContractError(f"returned {len(value)} numbers for a completion of {length} tokens", fix, index)
+        given = [_number(one, index) for one in value]
+        # The mean is over turns, whatever their lengths, or over the policy's tokens.
+        own = given if by_turn else [given[at] for start, end in spans for at in range(start, end)]
+        scores.append(sum(own) / len(own) if own else 0.0)
+        if by_turn:
+            # The number of each turn at each of its tokens; what was said after a turn goes with it and has no loss.
+            ends = [*(start for start, _ in spans[1:]), length]
+            given = [one for one, (start, _), end in zip(given, spans, ends, strict=True) for _ in range(start, end)]
+        tokens[index] = given
     return scores, tokens
 
 
 def reward_error(name: str, fault: RewardFault, batch: ScoreBatch) -> RewardError:
     """The fault as an error for the user: function, row, completion and fix."""
-    where = [fault.source]
-    index = fault.index or 0
+    where, index = [fault.source], fault.index or 0
     if len(batch):
         # Without an index the call failed as a unit. The first completion then stands for the batch.
         prefix = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
-        where.append(f"{prefix}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
+        question = batch.prompts[index][-1].get("content", "") if batch.prompts[index] else ""
+        unknown = f"completion {index} of the batch, question {shorten(question, 120)!r}"
+        row = batch.origins[index] if batch.origins else unknown
+        where.append(f"{prefix}{row}, completion {shorten(batch.completions[index])!r}")
     if fault.arguments:
         where.append(f"called with {fault.arguments}")
     fix = fault.fix or "fix the function, or set on_error: zero | skip for it"
@@ -288,40 +283,12 @@ def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
     return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
-def _row(batch: ScoreBatch, index: int) -> str:
-    if batch.origins:
-        return batch.origins[index]
-    question = batch.prompts[index][-1].get("content", "") if batch.prompts[index] else ""
-    return f"completion {index} of the batch, question {shorten(question, 120)!r}"
-
-
-def _score(value: Any, index: int) -> float | None:
-    value = _as_list(value)
-    return None if value is None else _number(value, index)
-
-
-def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]:
-    if len(values) != length:
-        fix = "return one number per id of completion_ids, or one number for the whole completion"
-        raise breach(f"returned {len(values)} numbers for a completion of {length} tokens", fix, index)
-    return [_number(value, index) for value in values]
-
-
-def _spread_over_turns(values: Sequence[float], spans: Sequence[tuple[int, int]], length: int) -> list[float]:
-    """The number of each turn at each of its tokens; what was said after a turn goes with it and has no loss."""
-    ends = [*(start for start, _ in spans[1:]), length]
-    return [value for value, (start, _), end in zip(values, spans, ends, strict=True) for _ in range(start, end)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
 def _number(value: Any, index: int) -> float:
     if not isinstance(value, numbers.Real):
-        raise breach(f"returned {_kind(value)} instead of a number", "return a float or None per completion", index)
+        raise ContractError(f"returned {_kind(value)} instead of a number", "return a float or None per completion", index)
     if not math.isfinite(value):
-        raise breach(f"returned {float(value)}, which is not finite", "guard the division or logarithm it comes from", index)
+        fix = "guard the division or logarithm it comes from"
+        raise ContractError(f"returned {float(value)}, which is not finite", fix, index)
     return float(value)
 
 
@@ -342,8 +309,3 @@ def _fix_of_kind(value: Any) -> str:
     if isinstance(value, numbers.Real):
         return f"{ONE_EACH}; a function for a single completion needs a loop over completions"
     return ONE_EACH
-
-
-def breach(detail: str, fix: str, index: int | None = None) -> ContractError:
-    """The error about a value that breaks the contract."""
-    return ContractError(RewardFault("broken", detail, index=index, fix=fix))

@@ -3,13 +3,11 @@
     samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean; or solved, by stage
 
 A column is null where no function, or the function, applies. A conversation that a fault of its environment ended has the lowest
-scores of its task, and is never solved.
-
-A failure follows the function's `on_error`, as in training.
+scores of its task, and is never solved. A failure of a function follows its `on_error`, as in training.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +23,9 @@ from schemas.config.run import RunConfig, Scoring
 from schemas.metrics import REWARD, REWARD_MEAN, member
 from schemas.prompts import PromptRow
 
+_LOGGER = logging.getLogger(__name__)
 CHUNK = 64
 """Completions in one call of a function, about as many as in an update. Chunks hold whole prompts where these are smaller."""
-_LOGGER = logging.getLogger(__name__)
-
 Draw = Callable[[Sequence[str] | None, range], pl.DataFrame]
 """Samples completions: prompt ids (None: all prompts) and sample numbers -> columns prompt_id, sample, completion, token_ids."""
 
@@ -48,7 +45,7 @@ def reward_columns(
         samples: columns prompt_id, completion and token_ids.
         rows: the row of every prompt_id.
         scoring: the functions.
-        completion: what an answer is, for the built-in functions.
+        completion: what an answer is.
         per_prompt: consecutive samples that belong to one prompt.
         log: file that receives what the functions print.
 
@@ -59,17 +56,21 @@ def reward_columns(
     by_id = {row.prompt_id: row for row in rows}
     chunk = max(1, CHUNK // per_prompt) * per_prompt
     names = [*scoring.weighted, *scoring.reported]
+    batches = []
     with RewardSuite(scoring.rewards, names, completion=completion, tasks=scoring.tasks, log=log) as suite:
-        scores = Scores.join([_scored(suite, samples[start : start + chunk], by_id) for start in range(0, samples.height, chunk)])
+        for part in samples.iter_slices(chunk):
+            asked = [by_id[prompt_id] for prompt_id in part["prompt_id"]]
+            played = [played_of(text) for text in part["conversation"]] if "conversation" in part.columns else []
+            batches.append(suite.score(batch_of(asked, part["completion"].to_list(), part["token_ids"].to_list(), played=played)))
+    scores = Scores.join(batches)
     for note in scores.notes:
         _LOGGER.warning("evaluation: %s", note)
-    weights = np.asarray(scores.weights)
     tasks = np.array([by_id[prompt_id].task for prompt_id in samples["prompt_id"]])
-    raw = charge_faults(scores.raw, weights, _failed(samples), tasks)
+    raw = charge_faults(scores.raw, scores.weights, _failed(samples), tasks)
     columns = {member(REWARD_MEAN, name): raw[:, index] for index, name in enumerate(scores.names)}
     if scoring.weighted:
         weighted = len(scoring.weighted)
-        columns[REWARD] = total_scores(raw[:, :weighted], weights[:weighted])
+        columns[REWARD] = total_scores(raw[:, :weighted], scores.weights[:weighted])
     return pl.DataFrame(columns).with_columns(pl.all().fill_nan(None))
 
 
@@ -78,16 +79,7 @@ def solved_by_stage(
 ) -> pl.DataFrame:
     """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
 
-    Args:
-        samples: as in `reward_columns`.
-        rows: the row of every prompt_id.
-        config: the stages with their rewards, and the share of the full reward that counts as solved.
-        per_prompt: consecutive samples that belong to one prompt.
-        log: file that receives what the functions print.
-
-    Raises:
-        RewardError: a function with on_error raise failed.
-        ConfigError: a function cannot be loaded.
+    Arguments and errors are those of `reward_columns`; `config` has the stages with their rewards, and says what solved means.
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     scoring = Scoring(rewards=config.rewards, weighted=[], reported=names, tasks=config.task_rewards())
@@ -95,8 +87,7 @@ def solved_by_stage(
     columns = {}
     for stage in config.stages:
         scores = table.select(member(REWARD_MEAN, name) for name in stage.rewards).fill_null(np.nan).to_numpy()
-        settings = [resolved for name in stage.rewards if (resolved := config.rewards.resolve(name)) is not None]
-        full = np.array([full_score(one) for one in settings])
+        full = np.array([full_score(one) for name in stage.rewards if (one := config.rewards.resolve(name))])
         reached = solved(scores, stage_weights(stage, config.rewards), full, config.difficulty.success)
         # Where functions only punish, the lowest scores may be the full reward.
         reached[_failed(samples) & ~np.isnan(reached)] = 0.0
@@ -111,28 +102,12 @@ def _failed(samples: pl.DataFrame) -> NDArray[np.bool_]:
     return np.array([fault_of(text) is not None for text in samples["conversation"]], dtype=bool)
 
 
-def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> Scores:
-    rows = [by_id[prompt_id] for prompt_id in samples["prompt_id"]]
-    played = [played_of(text) for text in samples["conversation"]] if "conversation" in samples.columns else []
-    return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list(), played=played))
-
-
 def solved_samples(draw: Draw, rows: Sequence[PromptRow], config: RunConfig, *, log: Path | None = None) -> pl.DataFrame:
     """The completions, with a column for each stage as `solved_by_stage` returns them; those of a prompt follow each other.
 
     With a screening, a prompt that no stage's rewards count as solved in its first `screen` completions gets no more. The
     completions of a prompt that passes are those that it would have without a screening: sample numbers, and with them the seeds,
-    go on.
-
-    Args:
-        draw: samples completions.
-        rows: the row of every prompt.
-        config: how many completions, and what solved means.
-        log: file that receives what the reward functions print.
-
-    Raises:
-        RewardError: a function with on_error raise failed.
-        ConfigError: a function cannot be loaded.
+    go on. Errors are those of `reward_columns`.
     """
 
     def scored(prompts: Sequence[str] | None, numbers: range) -> pl.DataFrame:

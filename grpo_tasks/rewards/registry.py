@@ -11,7 +11,6 @@ a factory by taking none of the arguments of a call. Otherwise params are argume
 name. A function without **kwargs receives only what it names.
 """
 
-import asyncio
 import difflib
 import inspect
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.judging.judge import Judge
+from grpo_tasks.processes.worker_main import awaited
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
 from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, PLAYED, shorten
 from schemas.config.completion import CompletionConfig
@@ -31,9 +31,6 @@ from schemas.errors import ConfigError
 _GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"} | PLAYED
 _SINGLE = {"completion", "response", "solution_str"}
 """Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
-
-# One loop for all calls, as in TRL: a client that a function opened in one call still works in the next.
-_LOOP = asyncio.Runner()
 _NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -50,13 +47,7 @@ class RewardFunction:
 
 
 def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, completion: CompletionConfig) -> RewardFunction:
-    """The callable of one entry, with its parameters bound.
-
-    Args:
-        name: name of the entry, for error messages.
-        reward: its resolved settings (`function` is set).
-        rewards: where modules of own functions lie.
-        completion: what an answer is, which built-in functions receive as keyword argument.
+    """The callable of one entry, with its parameters bound, of its resolved settings (`reward.function` is set).
 
     Raises:
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
@@ -74,8 +65,11 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         return RewardFunction(_bind(function, bound, known - _GIVEN))
     path = reward.function or name
     found, params = _made(import_object(path, rewards.module_dirs(), place=place), path, reward.params, place=place)
-    accepted = _accepted(found)
-    if accepted is not None:
+    parameters = _parameters(found)
+    # None: it accepts every name, or cannot be asked.
+    accepted = None
+    if parameters and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        accepted = {one.name for one in parameters if one.kind in _NAMED}
         _refuse_unknown(params, sorted(accepted - ARGUMENTS), place=place)
     return RewardFunction(_bind(found, params, frozenset(), accepted), reward.as_text, path.partition(":")[0])
 
@@ -98,27 +92,19 @@ def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequ
     if len(texts) != len(rows) or not all(text is None or isinstance(text, str) for text in texts):
         fix = "return a list with one text per row, None where there is none"
         raise ConfigError(f"{path} returned {len(texts)} completions for {len(rows)} rows", place=place, fix=fix)
-    return [text if text is None else text[:MAX_GOLD_CHARS].encode(errors="backslashreplace").decode() for text in texts]
+    return [text if text is None else text[:MAX_GOLD_CHARS] for text in texts]
 
 
 def _bind(
     function: Callable[..., Any], bound: Mapping[str, Any], own: Set[str], accepted: Set[str] | None = None
 ) -> Callable[..., Any]:
-    """The function with its parameters bound. It receives the arguments of a call except those named in `own`.
-
-    An awaitable result is awaited, so `async def` functions work too.
-    """
+    """The function with its parameters bound. It receives the arguments of a call except those named in `own`."""
 
     def call(**arguments: Any) -> Any:
         given = {key: value for key, value in arguments.items() if key not in own and (accepted is None or key in accepted)}
-        result = function(**(given | dict(bound)))
-        return _LOOP.run(_finish(result)) if inspect.isawaitable(result) else result
+        return awaited(function(**(given | dict(bound))))
 
     return call
-
-
-async def _finish(result: Any) -> Any:
-    return await result
 
 
 def _made(
@@ -174,14 +160,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         # Some callables of C code have no signature.
         return []
-
-
-def _accepted(function: Callable[..., Any]) -> set[str] | None:
-    """The names that a function without **kwargs accepts; None when it accepts every name, or cannot be asked."""
-    parameters = _parameters(function)
-    if not parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        return None
-    return {one.name for one in parameters if one.kind in _NAMED}
 
 
 def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) -> None:

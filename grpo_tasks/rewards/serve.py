@@ -1,109 +1,81 @@
 """`python -P -m grpo_tasks.rewards.serve FD`: the process that reward functions run in. worker.py starts it.
 
-It loads the functions, then answers one call after another. Requests and replies are JSON in frames on a socket of their own, so
-nothing that a function prints can be taken for a reply. Functions run in the main thread, because the time limit of mathematical
-equality needs signals. A hang is ended from outside. A function can reach everything in this process, so the parent checks every
-reply (replies.py).
+It loads the functions, then answers one call after another (processes/worker_main.py). Functions run in the main thread, because
+the time limit of mathematical equality needs signals.
 """
 
-import ctypes
-import json
 import math
 import numbers
-import os
 import re
 import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
-from grpo_tasks.processes.lifetime import die_with_parent
+from grpo_tasks.processes.worker_main import answer_requests
 from grpo_tasks.rewards.contract import (
     MAX_EXTRA_CHARS,
     MAX_EXTRAS,
     MAX_METRIC_CHARS,
     MAX_METRICS,
+    MAX_TEXT_CHARS,
     ContractError,
     Extra,
     FunctionScores,
     RewardFault,
-    breach,
     check_result,
     shorten,
 )
 from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.errors import JudgeUnavailableError, RewardError, UserError
+from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.prompts import PLAIN
-from schemas.secret import hide, hide_output
+from schemas.secret import hide
 
-# Kept here because a function may replace them in the module json.
-_dumps, _loads = json.dumps, json.loads
-
-MAX_SHOWN = 10
-"""Arguments that are described."""
-MAX_CHARS = 700
-"""Characters of the description."""
+MAX_SHOWN, MAX_CHARS = 10, 700
+"""Arguments that are described in a fault, and characters of the description."""
 _IN_STRING = re.compile(r"'(?:list|dict)' object has no attribute '(\w+)'")
-_IN_NONE = re.compile(r"'NoneType' object has no attribute '(\w+)'")
+_OF_MATCH = re.compile(r"'NoneType' object has no attribute '(group|groups|groupdict|start|end|span)'")
 _NOT_STRINGS = ("expected string or bytes-like object", "expected str instance", "must be str, not", "can only concatenate str")
-_OF_MATCH = {"group", "groups", "groupdict", "start", "end", "span"}
 
 
-def main() -> None:
-    """Answer requests until the parent closes the socket."""
-    die_with_parent()
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    # Line by line, so that output from before a hang or a crash is not lost.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    hide_output()
-    with suppress(EOFError):
-        request = _loads(read_frame(descriptor))
-        try:
-            functions = _load(request)
-        except UserError as error:
-            _reply(descriptor, request, {"error": error.to_json()})
-            return
-        _reply(descriptor, request, {"loaded": list(functions)})
-        while True:
-            call = _loads(read_frame(descriptor))
-            reply = _gold(call, request) if "gold" in call else _score(functions[call["name"]], call)
-            _reply(descriptor, call, reply)
+class Functions:
+    """The functions of this process, and a method for each kind of request."""
+
+    def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the functions of a stage. Raises `ConfigError` for one that cannot be loaded."""
+        self._rewards = RewardsConfig.model_validate(request["rewards"])
+        completion = CompletionConfig.model_validate(request["completion"])
+        # At the end of the path, so that a file in one of these folders cannot replace an installed library.
+        sys.path.extend(str(folder.resolve()) for folder in self._rewards.module_dirs())
+        self._loaded: dict[str, RewardFunction] = {}
+        for name in request["names"]:
+            reward = self._rewards.resolve(name)
+            assert reward is not None, f"the configuration accepted an unknown reward: {name}"
+            self._loaded[name] = load_function(name, reward, self._rewards, completion)
+        return {"loaded": list(self._loaded)}
+
+    def gold(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The completions that the user's function makes for rows (`lab.gold`)."""
+        return {"completions": gold_completions(request["path"], request["rows"], self._rewards.module_dirs())}
+
+    def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Call a function: {"scores"} or {"fault"}."""
+        found = _called(self._loaded[request["name"]], request)
+        fields = asdict(found)
+        if isinstance(found, FunctionScores):
+            return {"scores": fields}
+        return {"fault": {name: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for name, text in fields.items()}}
 
 
-def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
-    rewards = RewardsConfig.model_validate(request["rewards"])
-    completion = CompletionConfig.model_validate(request["completion"])
-    # At the end of the path, so that a file in one of these folders cannot replace an installed library.
-    sys.path.extend(str(folder.resolve()) for folder in rewards.module_dirs())
-    functions = {}
-    for name in request["names"]:
-        reward = rewards.resolve(name)
-        assert reward is not None, f"the configuration accepted an unknown reward: {name}"
-        functions[name] = load_function(name, reward, rewards, completion)
-    return functions
-
-
-def _gold(call: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """The completions that the user's function makes for rows (`lab.gold`)."""
-    rewards = RewardsConfig.model_validate(request["rewards"])
-    try:
-        return {"completions": gold_completions(call["gold"], call["rows"], rewards.module_dirs())}
-    except UserError as error:
-        return {"error": error.to_json()}
-
-
-def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+def _called(function: RewardFunction, request: Mapping[str, Any]) -> FunctionScores | RewardFault:
     began = time.perf_counter()
     # Counted before the call, because the function may change the lists that it receives.
     lengths = [len(ids) for ids in request["completion_ids"]]
@@ -113,36 +85,18 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
     arguments = call_arguments(request, notes, as_text=function.as_text)
     try:
         scores, tokens = check_result(function.call(**arguments), lengths, spans)
-        found = FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
+        return FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
     except ContractError as error:
-        return {"fault": _fault_as_json(error.fault)}
+        return error.fault
     except NotPlayedError:
         # Of a completion that the lab has made up. Samples of the base model have environments.
-        found = FunctionScores([None] * len(lengths), time.perf_counter() - began)
-    except JudgeUnavailableError as error:
-        return {"fault": _fault_as_json(RewardFault("unavailable", error.message, source=error.place, fix=error.fix))}
+        return FunctionScores([None] * len(lengths), time.perf_counter() - began)
     except RewardError as error:
-        return {"fault": _fault_as_json(RewardFault("raised", error.message, source=error.place, fix=error.fix))}
+        kind: Literal["raised", "unavailable"] = "unavailable" if isinstance(error, JudgeUnavailableError) else "raised"
+        return RewardFault(kind, error.message, source=error.place, fix=error.fix)
     # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return {"fault": _fault_as_json(raised(error, arguments, columns, function.module))}
-    return {"scores": asdict(found)}
-
-
-def _fault_as_json(fault: RewardFault) -> dict[str, Any]:
-    """The fault for JSON. Lone surrogates, which a completion may contain, become escapes: UTF-8 has no form for them."""
-    fields = asdict(fault)
-    texts = {name: text for name, text in fields.items() if isinstance(text, str)}
-    return fields | {name: text.encode(errors="backslashreplace").decode()[:MAX_TEXT_CHARS] for name, text in texts.items()}
-
-
-def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
-    # Output of C code is still in the buffer of the C library.
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)
-    write_frame(descriptor, _dumps({"request": request["request"], **reply}).encode())
+        return raised(error, arguments, columns, function.module)
 
 
 class Notes:
@@ -173,20 +127,28 @@ class Notes:
         return {name: fmean(values) for name, values in self._metrics.items()}
 
     def extras(self, num: int) -> dict[str, list[Extra]]:
-        """The columns.
-
-        Raises:
-            ContractError: a column has not one value for each of the `num` completions.
-        """
+        """The columns. Raises `ContractError` for one that has not one value for each of the `num` completions."""
         for column, values in self._extras.items():
             if len(values) != num:
-                fix = "pass one value per completion, None where there is none"
-                raise breach(f"passed {len(values)} values of {column} to log_extra for {num} completions", fix)
+                detail = f"passed {len(values)} values of {column} to log_extra for {num} completions"
+                raise ContractError(detail, "pass one value per completion, None where there is none")
         return self._extras
 
 
+def _clean(name: object) -> str:
+    # MLflow accepts few other characters, and a slash would open a further level in its user interface.
+    return re.sub(r"[^\w :-]", "_", str(name))[:MAX_METRIC_CHARS].strip() or "_"
+
+
+def _cell(value: Any) -> Extra:
+    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+        return float(value) if value is not None and math.isfinite(value) else None
+    return shorten(str(value), MAX_EXTRA_CHARS - 10)[:MAX_EXTRA_CHARS]
+
+
 def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -> dict[str, Any]:
-    """The arguments by name.
+    """The arguments of a call by name.
 
     Args:
         request: the request of the parent (worker.py).
@@ -235,108 +197,85 @@ def _environment(played: Mapping[str, Any]) -> Any:
     return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
 
 
-def _clean(name: object) -> str:
-    # MLflow accepts few other characters, and a slash would open a further level in its user interface.
-    return re.sub(r"[^\w :-]", "_", str(name))[:MAX_METRIC_CHARS].strip() or "_"
-
-
-def _cell(value: Any) -> Extra:
-    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
-    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
-        return float(value) if value is not None and math.isfinite(value) else None
-    # Lone surrogates, which a completion may contain, become escapes: UTF-8 has no form for them.
-    text = shorten(str(value), MAX_EXTRA_CHARS - 10).encode(errors="backslashreplace").decode()
-    return text[:MAX_EXTRA_CHARS]
-
-
 def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:
-    """The fault of a call that raised.
-
-    Args:
-        error: what was raised.
-        arguments: the arguments of the call.
-        columns: names of the data's columns.
-        module: dotted name of the user's module.
-    """
-    message = _message_of(error)
+    """The fault of a call of a function of the user's `module` that raised."""
+    try:
+        message = str(error)
+    except Exception as second:
+        message = f"(its message cannot be read: {type(second).__name__})"
     return RewardFault(
         "raised",
         f"raised {type(error).__name__}: {shorten(hide(message))}",
         source=_source(error, module),
-        fix=_advice(error, message, arguments, columns),
+        fix=next((fix for holds, fix in _causes(error, message, arguments, columns) if holds), ""),
         arguments=_described(arguments),
     )
 
 
-def _message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:
-        return f"(its message cannot be read: {type(second).__name__})"
-
-
 def _source(error: BaseException, module: str) -> str:
     """File, line and function: the innermost frame in the folder of the user's module, or else outside of libraries."""
+
+    def is_library(file: str, home: str) -> bool:
+        # What lies below `home` is not installed, unless an environment lies there.
+        below = file[len(home) :]
+        return "site-packages" in below or "dist-packages" in below or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "grpo_tasks/rewards/" not in frame.filename]
     file = getattr(sys.modules.get(module), "__file__", None)
     home = str(Path(file).parent) if file else ""
-    inside = [frame for frame in frames if home and frame.filename.startswith(home) and not _is_library(frame.filename, home)]
-    chosen = inside or [frame for frame in frames if not _is_library(frame.filename, "")] or frames
+    inside = [frame for frame in frames if home and frame.filename.startswith(home) and not is_library(frame.filename, home)]
+    chosen = inside or [frame for frame in frames if not is_library(frame.filename, "")] or frames
     return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
 
 
-def _is_library(file: str, home: str) -> bool:
-    """Whether a file is installed. What lies below `home` is not, unless an environment lies there."""
-    below = file[len(home) :]
-    return "site-packages" in below or "dist-packages" in below or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
-
-
-def _advice(error: BaseException, message: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """What to change, where the exception has a usual cause."""
+def _causes(
+    error: BaseException, message: str, arguments: Mapping[str, Any], columns: Sequence[str]
+) -> Iterator[tuple[object, str]]:
+    """The usual causes of an exception: whether it is this one, and what to change then. The first that holds counts."""
     known = f"the data have the columns {', '.join(columns)}"
-    if isinstance(error, TypeError) and "unexpected keyword argument" in message:
-        return "add **kwargs to the function: as in TRL, it receives every column of the data"
-    if isinstance(error, TypeError) and "required" in message and "argument" in message:
-        there = "the one named by data.answer_column arrives as answer"
-        return f"add a column of that name to the data ({there}), or set it in params; {known}"
-    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in arguments:
-        key = error.args[0]
-        return f"if {key} is meant to be a column: {known}; rename one, add it, or set {key} in params"
-    if isinstance(error, NameError):
-        return "define or import that name in the module: the worker process knows nothing of a notebook or a script"
-    if isinstance(error, ValueError) and "could not convert string to float" in message:
-        return "a model can write anything: catch the ValueError, and return 0 for text that is no number"
-    return _advice_on_none(message, arguments) or _advice_on_form(error, message, arguments)
-
-
-def _advice_on_none(message: str, arguments: Mapping[str, Any]) -> str:
-    if "NoneType" not in message:
-        return ""
-    found = _IN_NONE.search(message)
-    if found and found[1] in _OF_MATCH:
-        return f"a regular expression that finds nothing gives None: test the match before .{found[1]}()"
-    lacking = [name for name, values in arguments.items() if isinstance(values, list) and any(value is None for value in values)]
-    if lacking:
-        return f"some rows have no {' and no '.join(lacking)}: return None for a completion whose value is None"
-    return "a value is None: test it before it is used"
-
-
-def _advice_on_form(error: BaseException, message: str, arguments: Mapping[str, Any]) -> str:
-    completions = arguments.get("completions") or [""]
-    if isinstance(completions[0], str):
-        if isinstance(error, TypeError | IndexError) and message.startswith("string ind"):
-            return (
-                "completions arrive as strings here (TRL's standard format): use completion instead of completion[0]['content'], "
-                "or set data.format: conversational"
-            )
-        return ""
+    yield (
+        isinstance(error, TypeError) and "unexpected keyword argument" in message,
+        "add **kwargs to the function: as in TRL, it receives every column of the data",
+    )
+    there = "the one named by data.answer_column arrives as answer"
+    yield (
+        isinstance(error, TypeError) and "required" in message and "argument" in message,
+        f"add a column of that name to the data ({there}), or set it in params; {known}",
+    )
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    yield (
+        isinstance(key, str) and key not in arguments,
+        f"if {key} is meant to be a column: {known}; rename one, add it, or set {key} in params",
+    )
+    yield (
+        isinstance(error, NameError),
+        "define or import that name in the module: the worker process knows nothing of a notebook or a script",
+    )
+    yield (
+        isinstance(error, ValueError) and "could not convert string to float" in message,
+        "a model can write anything: catch the ValueError, and return 0 for text that is no number",
+    )
+    if found := _OF_MATCH.search(message):
+        yield True, f"a regular expression that finds nothing gives None: test the match before .{found[1]}()"
+    lists = {name: values for name, values in arguments.items() if isinstance(values, list)}
+    lacking = [name for name, values in lists.items() if any(value is None for value in values)]
+    yield (
+        "NoneType" in message and lacking,
+        f"some rows have no {' and no '.join(lacking)}: return None for a completion whose value is None",
+    )
+    yield "NoneType" in message, "a value is None: test it before it is used"
+    as_strings = isinstance((arguments.get("completions") or [""])[0], str)
+    yield (
+        as_strings and isinstance(error, TypeError | IndexError) and message.startswith("string ind"),
+        "completions arrive as strings here (TRL's standard format): use completion instead of completion[0]['content'], "
+        "or set data.format: conversational",
+    )
     method = _IN_STRING.search(message)
-    if (method and hasattr(str, method[1])) or any(words in message for words in _NOT_STRINGS):
-        return (
-            "completions arrive as lists of messages here (TRL's conversational format): a function for strings needs "
-            "as_text: true in its entry, or completion[0]['content'] in its code"
-        )
-    return ""
+    yield (
+        not as_strings and ((method and hasattr(str, method[1])) or any(words in message for words in _NOT_STRINGS)),
+        "completions arrive as lists of messages here (TRL's conversational format): a function for strings needs "
+        "as_text: true in its entry, or completion[0]['content'] in its code",
+    )
 
 
 def _described(arguments: Mapping[str, Any]) -> str:
@@ -345,14 +284,12 @@ def _described(arguments: Mapping[str, Any]) -> str:
     # What a function is about comes first, and columns after it.
     first = ["completions", "prompts", "completion_ids", "answer"]
     names = [name for name in first if name in lists] + [name for name in lists if name not in first]
-    shown = [f"{name}: {_list_of(lists[name])}" for name in names[:MAX_SHOWN]]
+    shown = []
+    for name in names[:MAX_SHOWN]:
+        kinds = sorted({_kind(value) for value in lists[name]})
+        shown.append(f"{name}: list of {len(lists[name])}" + (f", each {' or '.join(kinds[:3])}" if kinds else ""))
     more = [f"{len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
     return shorten("; ".join(shown + more), MAX_CHARS)
-
-
-def _list_of(values: list[Any]) -> str:
-    kinds = sorted({_kind(value) for value in values})
-    return f"list of {len(values)}" + (f", each {' or '.join(kinds[:3])}" if kinds else "")
 
 
 def _kind(value: Any) -> str:
@@ -364,4 +301,5 @@ def _kind(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    functions = Functions()
+    answer_requests({"load": functions.load, "gold": functions.gold, "score": functions.score})

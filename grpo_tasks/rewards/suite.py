@@ -9,22 +9,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Extra, FunctionScores, RewardFault, ScoreBatch, TaskRewards, reward_error
+from grpo_tasks.rewards.contract import Extra, FunctionScores, ScoreBatch, TaskRewards, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import AdaptiveWeightConfig, RewardConfig, RewardsConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.metrics import logged
-
-__all__ = ["FaultNote", "RewardSuite", "ScoreBatch", "Scores"]
 
 SHRINK = 0.9
 """Factor applied when the success rate is high."""
@@ -59,28 +56,38 @@ class Scores:
     """[N] weighted sums over the functions that apply (totals.py); NaN where none applies."""
     notes: list[FaultNote]
     tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    """Scores of single tokens by index of the function, then of the completion, where a function returned them."""
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What functions passed to log_metric, averaged over the batch, by name of the function."""
-    extra: dict[str, dict[str, list[Extra]]] = field(default_factory=dict)
-    """What functions passed to log_extra: N values by name of the function, then of the column."""
+    """Scores of single tokens by index of the function, then of the completion."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What functions passed to log_metric, averaged over the batch, by the name of the metric in the journal."""
+    extra: dict[str, list[Extra]] = field(default_factory=dict)
+    """What functions passed to log_extra: N values by the name of the column in the table of completions."""
 
     @classmethod
     def join(cls, batches: Sequence["Scores"]) -> "Scores":
-        """The scores of several batches by the same functions, as those of one batch."""
+        """The scores of several batches by the same functions, as those of one batch.
+
+        A metric becomes the mean over the batches that have it; a column is None where a batch lacks it.
+        """
         starts = np.cumsum([0, *(len(batch.raw) for batch in batches)])
         tokens: dict[int, dict[int, list[float]]] = {}
         for start, batch in zip(starts, batches, strict=False):
             for function, given in batch.tokens.items():
                 tokens.setdefault(function, {}).update({int(start) + index: values for index, values in given.items()})
+        metrics: dict[str, list[float]] = {}
+        for name, value in (item for batch in batches for item in batch.metrics.items()):
+            metrics.setdefault(name, []).append(value)
+        columns = sorted({column for batch in batches for column in batch.extra})
         return replace(
             batches[0],
-            metrics=_mean_metrics([batch.metrics for batch in batches]),
-            extra=_joined_extra(batches),
             raw=np.concatenate([batch.raw for batch in batches]),
             totals=np.concatenate([batch.totals for batch in batches]),
             notes=[note for batch in batches for note in batch.notes],
             tokens=tokens,
+            metrics={name: sum(values) / len(values) for name, values in metrics.items()},
+            extra={
+                column: [value for batch in batches for value in batch.extra.get(column, [None] * len(batch.raw))]
+                for column in columns
+            },
         )
 
     def take(self, indices: Sequence[int]) -> "Scores":
@@ -89,23 +96,18 @@ class Scores:
             function: {position: given[index] for position, index in enumerate(indices) if index in given}
             for function, given in self.tokens.items()
         }
-        extra = {
-            function: {column: [values[index] for index in indices] for column, values in given.items()}
-            for function, given in self.extra.items()
-        }
+        extra = {column: [values[index] for index in indices] for column, values in self.extra.items()}
         return replace(self, raw=self.raw[indices], totals=self.totals[indices], tokens=tokens, extra=extra)
 
-    def logged_metrics(self) -> dict[str, float]:
-        """What functions passed to log_metric, by the name of the metric in the journal."""
-        return {logged(function, name): value for function, given in self.metrics.items() for name, value in given.items()}
-
     def logged_columns(self) -> dict[str, list[float | None] | list[str | None]]:
-        """What functions passed to log_extra, by the name of the column in the table of completions: all numbers, or all text."""
-        return {
-            f"logged_{function}_{column}": _of_one_type(values)
-            for function, given in self.extra.items()
-            for column, values in given.items()
-        }
+        """The columns of `extra`, each all numbers or all text."""
+        made: dict[str, list[float | None] | list[str | None]] = {}
+        for column, values in self.extra.items():
+            if any(isinstance(value, str) for value in values):
+                made[column] = [f"{value:g}" if isinstance(value, float) else value for value in values]
+            else:
+                made[column] = [value if isinstance(value, float) else None for value in values]
+        return made
 
     def success(self) -> NDArray[np.float64]:
         """[F] shares of completions with the full score; NaN for a function that failed or applied to no completion."""
@@ -118,15 +120,7 @@ class Scores:
 
 
 class RewardSuite:
-    """The reward functions of one stage, in a worker process of their own; a context manager.
-
-    Args:
-        rewards: settings of the functions.
-        names: the functions of the stage. RunConfig guarantees that they exist.
-        completion: what an answer is, for the built-in functions. None: the defaults of the section.
-        tasks: the functions that apply to each task. None: every function applies to every row.
-        log: file that receives what the functions print. None: their output is discarded.
-    """
+    """The reward functions of one stage, in a worker process of their own; a context manager. Its arguments are the worker's."""
 
     def __init__(
         self,
@@ -138,7 +132,8 @@ class RewardSuite:
         log: Path | None = None,
     ) -> None:
         self.names = list(names)
-        self.configs = [_resolved(rewards, name) for name in names]
+        self.configs = [config for name in names if (config := rewards.resolve(name)) is not None]
+        assert len(self.configs) == len(names), f"one of the rewards is unknown: {', '.join(names)}"
         self.worker = RewardWorker(rewards, names, completion=completion, tasks=tasks, log=log)
         self.adaptive = {
             name: AdaptiveWeight(config.adaptive)
@@ -165,28 +160,30 @@ class RewardSuite:
         Raises:
             RewardError: a function with on_error raise failed. The error names function, row and completion.
         """
-        raw, notes = np.full((len(batch), len(self.names)), np.nan), []
-        tokens, metrics, extra = {}, {}, {}
+        raw, notes, weights = np.full((len(batch), len(self.names)), np.nan), [], self.weights
+        tokens: dict[int, dict[int, list[float]]] = {}
+        metrics: dict[str, float] = {}
+        extra: dict[str, list[Extra]] = {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             outcome = self.worker.call(name, batch, config.call_limit_s)
             if isinstance(outcome, FunctionScores):
                 raw[:, index] = [np.nan if score is None else score for score in outcome.scores]
                 if outcome.tokens:
                     tokens[index] = outcome.tokens
-                if outcome.metrics:
-                    metrics[name] = outcome.metrics
-                if outcome.extra:
-                    extra[name] = outcome.extra
+                metrics |= {logged(name, key): value for key, value in outcome.metrics.items()}
+                extra |= {f"logged_{name}_{column}": values for column, values in outcome.extra.items()}
                 continue
             if outcome.kind == "unavailable":
                 # Whatever on_error says: an outage is no property of a completion.
                 raise JudgeUnavailableError(f"reward {name}: {outcome.detail}", place=outcome.source, fix=outcome.fix)
-            error = self._error(name, outcome, batch, config)
+            # The search repeats calls, and a hang may take the time limit again: worth it only when the run stops.
+            if outcome.index is None and config.on_error == "raise" and config.judge is None:
+                outcome = replace(outcome, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))
+            error = reward_error(name, outcome, batch)
             if config.on_error == "raise":
                 raise error
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
             notes.append(FaultNote(name, config.on_error, error))
-        weights = self.weights
         full = np.array([full_score(config) for config in self.configs])
         return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens, metrics, extra)
 
@@ -198,18 +195,14 @@ class RewardSuite:
 
     def state(self) -> dict[str, Any]:
         """The state of the adaptive weights for a checkpoint, as JSON."""
-        return {name: weight.state() for name, weight in self.adaptive.items()}
+        return {
+            name: {"scale": weight.scale, "steps": weight.steps, "shares": list(weight.shares)}
+            for name, weight in self.adaptive.items()
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""
-        for name, saved in state.items():
-            self.adaptive[name].restore(saved)
-
-    def _error(self, name: str, fault: RewardFault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
-        # The search repeats calls, and a hang may take the time limit again: worth it only when the run stops.
-        if fault.index is None and config.on_error == "raise" and config.judge is None:
-            fault = replace(fault, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))
-        return reward_error(name, fault, batch)
+        self.adaptive |= {name: AdaptiveWeight(self.adaptive[name].config, **saved) for name, saved in state.items()}
 
 
 def full_score(config: RewardConfig) -> float:
@@ -217,81 +210,25 @@ def full_score(config: RewardConfig) -> float:
     return config.full_score if config.full_score is not None else FULL_SCORES.get(config.function or "", 1.0)
 
 
-def _mean_metrics(batches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean of each metric over the batches in which its function reported it."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for batch in batches:
-        for function, given in batch.items():
-            for name, value in given.items():
-                values.setdefault(function, {}).setdefault(name, []).append(value)
-    return {function: {name: fmean(found) for name, found in given.items()} for function, given in values.items()}
-
-
-def _joined_extra(batches: Sequence[Scores]) -> dict[str, dict[str, list[Extra]]]:
-    """The columns of all batches; None where a batch lacks one."""
-    names = {(function, column) for batch in batches for function, given in batch.extra.items() for column in given}
-    joined: dict[str, dict[str, list[Extra]]] = {}
-    for function, column in sorted(names):
-        parts = [batch.extra.get(function, {}).get(column, [None] * len(batch.raw)) for batch in batches]
-        joined.setdefault(function, {})[column] = [value for part in parts for value in part]
-    return joined
-
-
-def _of_one_type(values: Sequence[Extra]) -> list[float | None] | list[str | None]:
-    if any(isinstance(value, str) for value in values):
-        return [f"{value:g}" if isinstance(value, float) else value for value in values]
-    return [value if isinstance(value, float) else None for value in values]
-
-
-def _resolved(rewards: RewardsConfig, name: str) -> RewardConfig:
-    config = rewards.resolve(name)
-    assert config is not None, f"unknown reward {name}"
-    return config
-
-
-class AdaptiveState(TypedDict):
-    """An adaptive weight as a checkpoint stores it."""
-
-    scale: float
-    steps: int
-    shares: list[float]
-
-
+@dataclass(slots=True)
 class AdaptiveWeight:
-    """The factor on the configured weight of one function.
+    """The factor on the configured weight of one function. It follows the share of completions with the full score, averaged over
+    `every_steps` updates without those in which the function failed or applied to no completion."""
 
-    The success rate is the share of completions with the full score, averaged over `every_steps` updates. Updates in which the
-    function failed or applied to no completion are left out. The scale stays within [MIN_SCALE, MAX_SCALE].
-    """
-
-    def __init__(self, config: AdaptiveWeightConfig) -> None:
-        self.config = config
-        self.scale, self.steps = 1.0, 0
-        self.shares: list[float] = []
+    config: AdaptiveWeightConfig
+    scale: float = 1.0
+    steps: int = 0
+    shares: list[float] = field(default_factory=list)
 
     def observe(self, share: float | None) -> None:
-        """Take in one update.
-
-        Args:
-            share: share of its completions with the full score; None when it is unknown.
-        """
+        """Take in one update by the share of its completions with the full score; None when it is unknown."""
         self.steps += 1
         if share is not None:
             self.shares.append(share)
         if self.steps < self.config.every_steps:
             return
         if self.shares:
-            self.scale = self._adjusted(sum(self.shares) / len(self.shares))
+            rate = sum(self.shares) / len(self.shares)
+            factor = self.config.grow if rate < self.config.low else SHRINK if rate > self.config.high else 1.0
+            self.scale = min(MAX_SCALE, max(MIN_SCALE, self.scale * factor))
         self.steps, self.shares = 0, []
-
-    def state(self) -> AdaptiveState:
-        """The state for a checkpoint."""
-        return {"scale": self.scale, "steps": self.steps, "shares": list(self.shares)}
-
-    def restore(self, state: AdaptiveState) -> None:
-        """Continue from a state that `state` returned."""
-        self.scale, self.steps, self.shares = state["scale"], state["steps"], list(state["shares"])
-
-    def _adjusted(self, rate: float) -> float:
-        factor = self.config.grow if rate < self.config.low else SHRINK if rate > self.config.high else 1.0
-        return min(MAX_SCALE, max(MIN_SCALE, self.scale * factor))

@@ -29,18 +29,12 @@ def total_scores(scores: NDArray[Real], weights: NDArray[Real]) -> NDArray[Real]
 def solved(
     scores: NDArray[np.float64], weights: NDArray[np.float64], full: NDArray[np.float64], share: float
 ) -> NDArray[np.float64]:
-    """[N] 1 for a completion that is solved, else 0; NaN where no function applies.
+    """[N] 1 for a solved completion, else 0; NaN where no function applies. Of [N, F] scores, [F] weights, [F] full scores.
 
     A completion is solved when its total reaches `share` of the full reward: the total of a completion that earns the full score
     of every function that applies. With 0/1 functions and a share near 1 all of them must succeed; a graded function may miss a
     part of its score. A function that only punishes (full score 0, or a negative weight) adds nothing to the full reward, and
     what it takes away counts.
-
-    Args:
-        scores: [N, F] scores of the functions; NaN: does not apply.
-        weights: [F] weights.
-        full: [F] full scores (suite.py `full_score`).
-        share: between 0 and 1.
     """
     totals = total_scores(scores, weights)
     best = np.where(np.isnan(scores), 0.0, np.maximum(weights * full, 0.0)).sum(axis=-1)
@@ -83,5 +77,4 @@ def mean_total(totals: NDArray[Real]) -> float | None:
 
 def stage_weights(stage: StageConfig, rewards: RewardsConfig) -> NDArray[np.float64]:
     """[F] configured weights of a stage, in the order of its functions. Adaptive weights start from them."""
-    configs = [rewards.resolve(name) for name in stage.rewards]
-    return np.array([config.weight for config in configs if config is not None], dtype=np.float64)
+    return np.array([config.weight for name in stage.rewards if (config := rewards.resolve(name))], dtype=np.float64)

@@ -5,13 +5,24 @@
 What a fault means for the run is decided in suite.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
-from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, TaskRewards, applicable, spread
-from grpo_tasks.rewards.replies import GOLD_BYTES, MAX_LOADED_BYTES, max_reply_bytes, read_golds, read_loaded, read_scores
+from pydantic import Field
+
+from grpo_tasks.processes.worker_process import MalformedReplyError, Reply, ReportedError, Shape, WorkerFault, WorkerProcess
+from grpo_tasks.rewards.contract import (
+    MAX_EXTRA_CHARS,
+    MAX_EXTRAS,
+    MAX_GOLD_CHARS,
+    FunctionScores,
+    RewardFault,
+    ScoreBatch,
+    TaskRewards,
+    applicable,
+    spread,
+)
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
@@ -20,8 +31,65 @@ LOAD_LIMIT_S = 300.0
 """Time limit for importing all functions. A user's function may load a model."""
 SEARCH_GRACE_S = 0.5
 """Added to the time limit of each call while the failing completion is searched: the overhead of a call."""
+MAX_LOADED_BYTES, GOLD_BYTES = 2**20, 12 * MAX_GOLD_CHARS + 8
+"""Maximum size of the reply after loading, and of one gold completion: a character may become two escapes of six bytes."""
+_DESCRIPTOR_FIX = "write only to file descriptors that the function has opened itself"
 
-Reply = TypeVar("Reply")
+
+class Loaded(Reply):
+    """The functions are loaded, or cannot be."""
+
+    loaded: list[str] | None = None
+    error: ReportedError | None = None
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        if self.error is None and self.loaded != message["names"]:
+            raise MalformedReplyError("sent a reply that names other functions")
+
+
+class Golds(Reply):
+    """Gold completions, one a row, or why there are none."""
+
+    completions: list[Annotated[str, Field(max_length=MAX_GOLD_CHARS)] | None] | None = None
+    error: ReportedError | None = None
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        if self.error is None and len(self.completions or []) != len(message["rows"]):
+            raise MalformedReplyError("sent a reply without completions")
+
+
+class Scored(Reply):
+    """What one call of a function came to."""
+
+    scores: FunctionScores | None = None
+    fault: RewardFault | None = None
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        lengths = [len(ids) for ids in message["completion_ids"]]
+        found, fault, num = self.scores, self.fault, len(lengths)
+        if fault is not None:
+            # How the process ended is for this side to say.
+            if found is not None or fault.kind in ("hung", "died"):
+                raise MalformedReplyError("sent a reply of the wrong shape (fault)")
+            if fault.index is not None and not 0 <= fault.index < num:
+                raise MalformedReplyError(f"blamed completion {fault.index} of {num}")
+            return
+        if found is None:
+            raise MalformedReplyError("sent a reply without scores")
+        if len(found.scores) != num:
+            raise MalformedReplyError(f"sent a reply with {len(found.scores)} scores for {num} completions")
+        for index, tokens in found.tokens.items():
+            if not 0 <= index < num or len(tokens) != lengths[index]:
+                raise MalformedReplyError(f"sent a reply with {len(tokens)} scores for the tokens of completion {index}")
+        for column, values in found.extra.items():
+            if len(values) != num:
+                raise MalformedReplyError(f"sent a reply with {len(values)} values of {column} for {num} completions")
+
+
+def max_reply_bytes(lengths: Sequence[int]) -> int:
+    """Maximum size in bytes of the reply about completions with these numbers of tokens."""
+    texts_and_metrics, score, extra = 2**17, 48, MAX_EXTRAS * (12 * MAX_EXTRA_CHARS + 8)
+    return texts_and_metrics + score * (len(lengths) + sum(lengths)) + extra * len(lengths)
 
 
 class RewardWorker(WorkerProcess):
@@ -82,14 +150,16 @@ class RewardWorker(WorkerProcess):
                 return RewardFault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
         if self.has_unread_bytes():
             self.close()
-            return RewardFault("broken", f"could not be called: {_UNREQUESTED}", fix=_DESCRIPTOR_FIX)
-        lengths = [len(ids) for ids in batch.completion_ids]
+            unrequested = "an earlier call, or a thread that it started, wrote to the socket of the worker process"
+            return RewardFault("broken", f"could not be called: {unrequested} outside any request", fix=_DESCRIPTOR_FIX)
         message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
-
-        def read(payload: bytes, request: str) -> FunctionScores | RewardFault:
-            return read_scores(payload, request, lengths)
-
-        return self._call(message, name, limit_s, max_reply_bytes(lengths), read)
+        size = max_reply_bytes([len(ids) for ids in batch.completion_ids])
+        reply = self._ask("score", message, Scored, limit_s, size, label=name)
+        if isinstance(reply, RewardFault):
+            return reply
+        found = reply.scores or reply.fault
+        assert found is not None
+        return found
 
     def gold_completions(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         """One completion for each row from the user's function `path`; None where it has none.
@@ -98,23 +168,18 @@ class RewardWorker(WorkerProcess):
             ConfigError: the function cannot be imported, or raises.
             RewardError: it hangs, or ends the worker process.
         """
-
-        def read(payload: bytes, request: str) -> list[str | None] | UserError:
-            return read_golds(payload, request, len(rows))
-
         size = MAX_LOADED_BYTES + GOLD_BYTES * len(rows)
-        made = self._call({"gold": path, "rows": list(rows)}, "lab.gold", LOAD_LIMIT_S, size, read)
+        made = self._ask("gold", {"path": path, "rows": list(rows)}, Golds, LOAD_LIMIT_S, size, label="lab.gold")
         if isinstance(made, RewardFault):
             raise RewardError(f"lab.gold: {path} {made.detail}", place="lab.gold", fix=made.fix or "correct the function")
-        if isinstance(made, UserError):
-            raise made
-        return made
+        if made.error is not None:
+            raise made.error
+        return made.completions or []
 
     def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
 
-        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again. Use it
-        only when the fault stops the run.
+        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again.
         """
 
         def fails(indices: range) -> bool:
@@ -134,44 +199,33 @@ class RewardWorker(WorkerProcess):
             "completion": self.completion.model_dump(mode="json"),
             "names": self.names,
         }
-
-        def read(payload: bytes, request: str) -> UserError | None:
-            return read_loaded(payload, request, self.names)
-
-        loaded = self._call(message, "loading", LOAD_LIMIT_S, MAX_LOADED_BYTES, read)
-        if loaded is None:
-            return
-        self.close()
+        loaded = self._ask("load", message, Loaded, LOAD_LIMIT_S, MAX_LOADED_BYTES, label="loading")
         if isinstance(loaded, RewardFault):
             raise RewardError(
                 f"loading the rewards {', '.join(self.names)} {loaded.detail}",
                 fix=loaded.fix or "import the modules of your own functions in a Python session to find what ends the process",
             )
-        raise loaded
+        if loaded.error is not None:
+            self.close()
+            raise loaded.error
 
-    def _call(
-        self, message: Mapping[str, Any], label: str, limit_s: float, max_bytes: int, read: Callable[[bytes, str], Reply]
-    ) -> Reply | RewardFault:
+    def _ask(
+        self, what: str, message: Mapping[str, Any], shape: type[Shape], limit_s: float, max_bytes: int, label: str = ""
+    ) -> Shape | RewardFault:
         """Send a request and read its reply. A fault ends the worker."""
-        reply = self.exchange(message, label, limit_s, max_bytes, read)
-        return self._as_fault(reply, limit_s) if isinstance(reply, WorkerFault) else reply
-
-    def _as_fault(self, fault: WorkerFault, limit_s: float) -> RewardFault:
-        if fault.kind == "hung":
-            partial = f" (after {fault.measured:,} bytes of a reply)" if fault.measured else ""
-            found = f"did not return within {limit_s:g} s{partial}"
-            return RewardFault("hung", found, fix="make it faster, or raise its time_limit_s")
-        if fault.kind == "broken":
-            return RewardFault("broken", f"{fault.detail} on the socket of its worker process", fix=_DESCRIPTOR_FIX)
-        if fault.kind == "memory":
-            used, limit = fault.measured / 1e9, self.limit_bytes / 1e9
-            found = f"used more than {limit:.3g} GB of memory ({used:.3g} GB when its worker process was killed)"
-            return RewardFault("died", found, fix="make it use less memory, or raise rewards.memory_limit_gb")
-        return RewardFault("died", f"ended its worker process ({fault.detail})")
-
-
-_UNREQUESTED = "an earlier call, or a thread that it started, wrote to the socket of the worker process outside any request"
-_DESCRIPTOR_FIX = "write only to file descriptors that the function has opened itself"
+        reply = self.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes, label=label)
+        if not isinstance(reply, WorkerFault):
+            return reply
+        detail = reply.reason(limit_s, f"{self.limit_bytes / 1e9:.3g} GB")
+        if reply.kind == "hung":
+            detail += f" (after {reply.measured:,} bytes of a reply)" if reply.measured else ""
+            return RewardFault("hung", detail, fix="make it faster, or raise its time_limit_s")
+        if reply.kind == "broken":
+            return RewardFault("broken", detail, fix=_DESCRIPTOR_FIX)
+        if reply.kind == "memory":
+            detail += f" ({reply.measured / 1e9:.3g} GB when its worker process was killed)"
+            return RewardFault("died", detail, fix="make it use less memory, or raise rewards.memory_limit_gb")
+        return RewardFault("died", detail)
 
 
 def _as_json(batch: ScoreBatch) -> dict[str, Any]:
@@ -182,13 +236,7 @@ def _as_json(batch: ScoreBatch) -> dict[str, Any]:
         "prompt_ids": [list(ids) for ids in batch.prompt_ids],
         "columns": {name: list(values) for name, values in batch.columns.items()},
         "played": [
-            {
-                "said": [*one.said],
-                "turns": [*one.turns],
-                "reward": one.reward,
-                "spans": one.spans,
-                "answered": one.answered,
-            }
+            {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans, "answered": one.answered}
             for one in batch.played
         ],
     }

@@ -150,7 +150,7 @@ class _Recorder(TrainerCallback):
             known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
             if len(known):
                 metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-        metrics |= scores.logged_metrics()
+        metrics |= scores.metrics
         self.journal.append(step, metrics)
         firings = Guards(self.spec.stage.guards).check(self.journal, step)
         for firing in firings:

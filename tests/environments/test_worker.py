@@ -6,8 +6,9 @@ import time
 import psutil
 import pytest
 
-from grpo_tasks.environments import replies
-from grpo_tasks.processes.link import MalformedReplyError
+from grpo_tasks.environments import worker
+from grpo_tasks.processes.worker_process import MalformedReplyError
+from tests.processes.waiting import has_ended, until
 
 TOOLS = '''
 import os, subprocess, sys, threading
@@ -86,39 +87,31 @@ def test_nothing_that_a_tool_has_started_is_left(pool_of, call, row):
     pid = int(observed.messages[0]["content"])
     assert psutil.pid_exists(pid)
     pool.close()
-    deadline = time.monotonic() + 20.0
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: has_ended(pid))
 
 
 @pytest.mark.parametrize(
     ("shape", "payload"),
     [
-        (replies.Answered, "no JSON"),
-        (replies.Answered, '{"request": "a", "text": 5, "failed": false, "state": {}}'),
-        (replies.Answered, '{"request": "a", "text": "x", "failed": false, "state": {}, "more": 1}'),
-        (replies.Answered, '{"request": "b", "text": "x", "failed": false, "state": {}}'),
-        (replies.Stepped, '{"request": "a", "reward": NaN}'),
-        (replies.Stepped, '{"request": "a", "reward": "1"}'),
-        (replies.Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
-        (replies.Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
-        (replies.Final, '{"request": "a", "reward": 1e999}'),
-        (replies.Loaded, '{"request": "a", "form": "other"}'),
-        (replies.Perfect, '{"request": "a", "turns": [1]}'),
-        (replies.Opened, "[" * 100_000),
+        (worker.Answered, "no JSON"),
+        (worker.Answered, '{"request": "a", "text": 5, "state": {}}'),
+        (worker.Answered, '{"request": "a", "text": "x", "state": {}, "more": 1}'),
+        (worker.Answered, '{"request": "b", "text": "x", "state": {}}'),
+        (worker.Stepped, '{"request": "a", "reward": NaN}'),
+        (worker.Stepped, '{"request": "a", "reward": "1"}'),
+        (worker.Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
+        (worker.Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
+        (worker.Stepped, '{"request": "a", "reward": 1e999}'),
+        (worker.Loaded, '{"request": "a", "form": "other"}'),
+        (worker.Loaded, '{"request": "a"}'),
+        *((worker.Loaded, json.dumps({"request": "a", "error": error})) for error in ("[]", "", "{}", "5", 5)),
+        (worker.Perfect, '{"request": "a", "turns": [1]}'),
+        (worker.Opened, "[" * 100_000),
     ],
 )
 def test_a_reply_of_any_other_shape_is_refused(shape, payload):
     with pytest.raises(MalformedReplyError):
-        replies.reader(shape)(payload.encode(), "a")
-
-
-def test_a_report_that_is_no_error_of_ours_is_an_error_with_a_place():
-    for text in ("[]", "", "{}", "5"):
-        error = replies.error_of(text, "interaction.tools")
-        assert (error.message, error.place) == ("the worker process sent an error that cannot be read", "interaction.tools")
-        assert error.fix
+        shape.read(payload.encode(), "a", {})
 
 
 def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(pool_of, call, row):
@@ -126,10 +119,7 @@ def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(
     pool.begin([(0, row(), 0), (1, row(), 1)])
     (observed,) = pool.answer([(0, call("end_later"))])
     pid = int(observed.messages[0]["content"])
-    deadline = time.monotonic() + 20.0
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not psutil.pid_exists(pid))
     # The supervisor reports after it has collected the process.
     time.sleep(0.2)
     assert pool.answer([(1, call("add", a=1, b=2))])[0].messages[0]["content"] == "3"

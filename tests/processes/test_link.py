@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from grpo_tasks.processes.framing import EXIT_QUERY, HEADER, MAGIC, READY, frame
-from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.processes.worker_process import MalformedReplyError, WorkerEndedError, WorkerLink
 
 FOREVER = float("inf")
 
@@ -51,7 +51,7 @@ def test_bytes_that_are_not_one_frame_are_refused(link, sent):
 
 
 def test_bytes_behind_a_frame_are_refused_even_when_the_frame_was_read_alone(link, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.processes.link.CHUNK_BYTES", len(frame(b"{}")))
+    monkeypatch.setattr("grpo_tasks.processes.worker_process.CHUNK_BYTES", len(frame(b"{}")))
     link.worker_ends[0].send(frame(b"{}") + b"x")
     with pytest.raises(MalformedReplyError, match="more than one reply"):
         link.receive(100, later())
@@ -121,7 +121,7 @@ def test_the_report_of_a_worker_s_end_is_read_also_from_a_high_descriptor(link, 
 
 
 def test_no_report_is_an_empty_one_after_its_time_limit(link, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.processes.link.REPORT_LIMIT_S", 0.1)
+    monkeypatch.setattr("grpo_tasks.processes.worker_process.REPORT_LIMIT_S", 0.1)
     assert link.read_exit_report() == {}
     link.worker_ends[1].send(b"no json\n")
     assert link.read_exit_report() == {}

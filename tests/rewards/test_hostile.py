@@ -4,10 +4,11 @@ The parent never waits past the time limit, every deviation is a named fault, an
 """
 
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault
-from tests.rewards.processes import server_process, wait_until
+from tests.processes.waiting import until
+from tests.rewards.processes import server_process
 
 FUNCTIONS = """
-    import json, os, sys, threading, time
+    import json, os, threading, time
     from multiprocessing.connection import Connection
 
     def texts(completions):
@@ -54,12 +55,12 @@ FUNCTIONS = """
         return [1.0] * len(completions)
 
     def twice(prompts, completions, **columns):
-        from grpo_tasks.rewards import serve
-        serve.__dict__.setdefault("_kept", sys.modules["__main__"].write_frame)
+        from grpo_tasks.processes import worker_main
+        worker_main.__dict__.setdefault("_kept", worker_main.write_frame)
         def both(descriptor, payload):
-            serve._kept(descriptor, payload)
-            serve._kept(descriptor, payload)
-        sys.modules["__main__"].write_frame = both
+            worker_main._kept(descriptor, payload)
+            worker_main._kept(descriptor, payload)
+        worker_main.write_frame = both
         return [1.0] * len(completions)
 """
 
@@ -87,7 +88,7 @@ def test_whatever_a_function_writes_to_the_socket_is_a_named_fault_and_the_next_
 def test_bytes_written_between_two_calls_fail_the_next_call_and_no_other(worker_of, make_batch):
     worker = worker_of("writes")
     assert isinstance(worker.call("writes", make_batch("later"), 30.0), FunctionScores)
-    wait_until(worker._link.has_unread_bytes)
+    until(worker._link.has_unread_bytes)
     outcome = worker.call("writes", make_batch("honest"), 30.0)
     assert isinstance(outcome, RewardFault)
     assert "outside any request" in outcome.detail

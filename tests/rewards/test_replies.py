@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.processes.framing import HEADER, MAGIC, MAX_TEXT_CHARS, frame
-from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
-from grpo_tasks.rewards.contract import MAX_EXTRA_CHARS, MAX_EXTRAS, MAX_METRIC_CHARS, MAX_METRICS, FunctionScores, RewardFault
-from grpo_tasks.rewards.replies import max_reply_bytes, read_loaded, read_scores
+from grpo_tasks.processes.framing import HEADER, MAGIC, frame
+from grpo_tasks.processes.worker_process import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.rewards.contract import (
+    MAX_EXTRA_CHARS,
+    MAX_EXTRAS,
+    MAX_METRIC_CHARS,
+    MAX_METRICS,
+    MAX_TEXT_CHARS,
+    FunctionScores,
+    RewardFault,
+)
+from grpo_tasks.rewards.worker import Loaded, Scored, max_reply_bytes
 
 # What may arrive: raw bytes, frames of any JSON, and frames of nearly the right shape.
 NUMBERS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -42,6 +50,11 @@ PIECES = st.lists(
 )
 
 
+def read_scores(payload):
+    reply = Scored.read(payload, "7", {"completion_ids": [[0, 0], [0, 0, 0]]})
+    return reply.scores or reply.fault
+
+
 @settings(max_examples=150)
 @given(PIECES, st.booleans())
 def test_arbitrary_bytes_never_hang_the_parent_and_raise_nothing_unexpected(pieces, closes):
@@ -53,7 +66,7 @@ def test_arbitrary_bytes_never_hang_the_parent_and_raise_nothing_unexpected(piec
             data.close()
         limit = time.monotonic() + (0.0 if not closes else 5.0)
         try:
-            outcome = read_scores(link.receive(max_reply_bytes([2, 3]), limit), "7", [2, 3])
+            outcome = read_scores(link.receive(max_reply_bytes([2, 3]), limit))
         except (MalformedReplyError, WorkerEndedError, TimeoutError):
             return
         assert isinstance(outcome, RewardFault) or len(outcome.scores) == 2
@@ -72,8 +85,8 @@ def reply(**parts):
 
 def test_a_reply_of_the_right_shape_is_accepted():
     expected = FunctionScores([1.0, None], 0.0, {1: [0.0, 1.0, 0.5]}, {"seen": 2.0}, {"verdict": ["good", None]})
-    assert read_scores(reply(scores=GOOD), "7", [2, 3]) == expected
-    assert read_scores(reply(fault=FAULT), "7", [2, 3]) == RewardFault("raised", "")
+    assert read_scores(reply(scores=GOOD)) == expected
+    assert read_scores(reply(fault=FAULT)) == RewardFault("raised", "")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,7 @@ def test_a_reply_of_the_right_shape_is_accepted():
 )
 def test_scores_of_the_wrong_shape_are_no_reply(change):
     with pytest.raises(MalformedReplyError):
-        read_scores(reply(scores=GOOD | change), "7", [2, 3])
+        read_scores(reply(scores=GOOD | change))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,7 @@ def test_scores_of_the_wrong_shape_are_no_reply(change):
 )
 def test_faults_of_the_wrong_shape_are_no_reply(change):
     with pytest.raises(MalformedReplyError):
-        read_scores(reply(fault=FAULT | change), "7", [2, 3])
+        read_scores(reply(fault=FAULT | change))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,7 @@ def test_faults_of_the_wrong_shape_are_no_reply(change):
 )
 def test_anything_else_is_no_reply(payload):
     with pytest.raises(MalformedReplyError):
-        read_scores(payload, "7", [2, 3])
+        read_scores(payload)
 
 
 def test_the_largest_honest_replies_fit_the_size_limit():
@@ -142,4 +155,4 @@ def test_the_largest_honest_replies_fit_the_size_limit():
 @pytest.mark.parametrize("answer", [{"loaded": ["other"]}, {"error": "{"}, {"error": "{}"}, {"error": "[]"}, {"loaded": 1}])
 def test_a_worker_that_loaded_something_else_is_refused(answer):
     with pytest.raises(MalformedReplyError):
-        read_loaded(json.dumps({"request": "7", **answer}).encode(), "7", ["mine"])
+        Loaded.read(reply(**answer), "7", {"names": ["mine"]})

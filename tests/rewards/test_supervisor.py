@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from grpo_tasks.processes.worker_supervisor import MAX_BYTES, MAX_LINES, Output
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault
 from grpo_tasks.rewards.worker import RewardWorker
-from tests.rewards.processes import is_gone, server_process, wait_until
+from tests.processes.waiting import has_ended, until
+from tests.rewards.processes import server_process
 
 FUNCTIONS = """
     import ctypes, logging, os, subprocess, sys, threading, time, warnings
@@ -109,7 +110,7 @@ def test_memory_is_limited_between_calls_too(worker_of, make_batch):
     worker = worker_of("greedy_later", memory_limit_gb=0.4)
     server = server_process(worker)
     assert isinstance(worker.call("greedy_later", make_batch("a"), 30.0), FunctionScores)
-    wait_until(lambda: is_gone(server.pid))
+    until(lambda: has_ended(server.pid))
 
 
 def test_memory_that_processes_share_counts_once(worker_of, make_batch):
@@ -132,7 +133,7 @@ def test_a_supervisor_that_does_not_end_is_killed_with_everything_below_it(worke
         one.suspend()
     worker.close()
     for pid in (left, *(one.pid for one in family)):
-        wait_until(lambda pid=pid: is_gone(pid))
+        until(lambda pid=pid: has_ended(pid))
 
 
 def test_a_detached_process_ends_when_the_worker_is_closed(worker_of, make_batch):
@@ -151,7 +152,7 @@ def test_a_detached_process_ends_when_the_worker_or_a_supervisor_is_killed(worke
     server = server_process(worker)
     {"outer supervisor": outer, "inner supervisor": inner}.get(victim, server).kill()
     for pid in (left, server.pid):
-        wait_until(lambda pid=pid: is_gone(pid))
+        until(lambda pid=pid: has_ended(pid))
     outcome = worker.call("detaches", make_batch("a"), 30.0)
     assert isinstance(outcome, RewardFault)
     assert outcome.kind == "died"
@@ -189,7 +190,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(own_module, tmp_path):
     parent.wait()
     parent.stdout.close()
     for pid in (supervisor, *family):
-        wait_until(lambda pid=pid: is_gone(pid))
+        until(lambda pid=pid: has_ended(pid))
     os.kill(fork, signal.SIGKILL)
 
 

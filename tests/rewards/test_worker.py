@@ -17,7 +17,7 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import ConfigError, RewardError
-from tests.rewards.processes import is_gone, wait_until
+from tests.processes.waiting import has_ended, until
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a test waits for a hang. Elsewhere 30 s, because the machine may be busy."""
@@ -220,7 +220,7 @@ def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
     grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
     worker.close()
     assert not psutil.pid_exists(child)
-    wait_until(lambda: is_gone(grandchild))
+    until(lambda: has_ended(grandchild))
 
 
 def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
@@ -243,7 +243,7 @@ def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: P
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: is_gone(child))
+    until(lambda: has_ended(child))
 
 
 def test_own_code_is_never_imported_by_the_parent(worker_of, make_batch):

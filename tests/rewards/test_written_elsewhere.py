@@ -340,7 +340,7 @@ def test_columns_of_log_extra_travel_with_the_scores(loaded, rewards_config, bat
     loaded([])
     with RewardSuite(rewards_config(judge={"function": "my_rewards:judge"}), ["judge"]) as suite:
         first, second = suite.score(batch), suite.score(batch.take([1]))
-    assert first.logged_metrics() == {"logged/judge/share good": 0.5}
+    assert first.metrics == {"logged/judge/share good": 0.5}
     joined = Scores.join([first, second]).take([2, 0])
     assert joined.logged_columns() == {"logged_judge_verdict": [None, "good"], "logged_judge_length": [15.0, float(len(RIGHT))]}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_tasks.environments.offered import open_environments
+from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.grpo.__main__ import main
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.learning.interaction import InteractionConfig
@@ -41,7 +41,7 @@ def test_a_demonstration_follows_the_prompt_that_shows_the_tools(sums, tmp_path,
         main(directory.root)
         return [line["loss"] for line in journal(directory)]
 
-    environments = open_environments(interaction, chat_template="<tool_call>")
+    environments = EnvironmentPool(interaction, chat_template="<tool_call>")
     try:
         schemas = environments.schemas()
     finally:

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import QUESTION, RefusedError, rendered
 from grpo_tasks.content.limited_model import limited_templates
-from grpo_tasks.environments.offered import open_environments, with_tools
+from grpo_tasks.environments.contract import with_tools
+from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.play import Player
 from schemas.config.completion import CompletionConfig
@@ -37,7 +38,7 @@ def player(
         tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
         tags = completion.reasoning_tags
         opened = opened_reasoning(tokenizer, tags)
-        environments = open_environments(
+        environments = EnvironmentPool(
             config,
             chat_template=tokenizer.chat_template,
             reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),

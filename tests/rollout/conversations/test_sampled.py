@@ -47,7 +47,7 @@ def spec(tmp_path):
 
 def test_an_evaluation_plays_and_its_rewards_are_those_of_the_table(spec, tmp_path, monkeypatch):
     environment = Counting(2)
-    monkeypatch.setattr(player, "open_environments", lambda *_, **__: environment)
+    monkeypatch.setattr(player, "EnvironmentPool", lambda *_, **__: environment)
     table = sample_table(spec, tmp_path)
     assert table["sample"].to_list() == [0, 1, 0, 1, GREEDY, GREEDY]
     shown = [json.loads(text) for text in table["conversation"]]
@@ -62,7 +62,7 @@ def test_an_evaluation_plays_and_its_rewards_are_those_of_the_table(spec, tmp_pa
 
 
 def test_a_part_of_the_samples_is_the_same_alone(spec, tmp_path, monkeypatch):
-    monkeypatch.setattr(player, "open_environments", lambda *_, **__: Counting(2))
+    monkeypatch.setattr(player, "EnvironmentPool", lambda *_, **__: Counting(2))
     whole = sample_table(spec.model_copy(update={"greedy": False}), tmp_path)
     part = spec.part([whole["prompt_id"][2]], range(1, 2)).model_copy(update={"greedy": False})
     assert sample_table(part, tmp_path).equals(whole[3:4])
