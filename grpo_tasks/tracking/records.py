@@ -1,15 +1,11 @@
-"""What each kind of result becomes in MLflow: one function per kind, which reads the result's folder only.
+"""What of a result MLflow gets, from the folder of its step alone. Each function can be repeated (see handle.py).
 
-    PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
-    DifficultyReport -> difficulty/LABEL/
-    EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
-    ReportResult -> report/               any other -> STEP/
+    result  -> FOLDERS -> artifacts      -> figures_of -> metrics      then the tables, texts and tags that its kind has
 
-Each function can be repeated (see handle.py). What this module does not do: decide whether to record; runs.py does.
+What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
@@ -23,7 +19,9 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
-from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, guards_markdown, merged_figures
+from grpo_tasks.tracking.shown.headline import describe_decision, guards_markdown, merged_figures
+from grpo_tasks.tracking.shown.prompts import record_held_out
+from grpo_tasks.tracking.shown.traces import record_traces
 from schemas.config.run import RunConfig
 from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
 from schemas.results.base import StepResult
@@ -35,11 +33,25 @@ from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
 from schemas.secret import hide
 
-REPORT = "report.md"
+REPORT, QUARANTINE = "report.md", "quarantine.parquet"
+_SHOWN_DIGEST = 12
+"""Characters of a digest that are enough to tell two data sets apart in a list."""
 _DIGEST_CHARS = 36
 """MLflow takes no longer digest of a data set; the tag grpo.data_digest has the complete one."""
 _LARGEST_TABLE = 256 * 2**20
 """Bytes of a table of training rows that is uploaded. A larger one stays where it is; the data set input has its digest."""
+FOLDERS: dict[type[StepResult], tuple[str, tuple[str, ...]]] = {
+    PreparedData: ("data", ()),
+    DataReport: ("data", (REPORT, QUARANTINE, "eval.parquet", "train.parquet")),
+    GuardData: ("guards/{label}", (REPORT, QUARANTINE, "eval.parquet")),
+    LabReport: ("lab", (REPORT, "probes.parquet", "samples.parquet")),
+    DifficultyReport: ("difficulty/{label}", (REPORT, "pass_rates.parquet")),
+    EvalReport: ("evaluation/{label}", (REPORT, "samples.parquet")),
+    MergeProof: ("merge", ()),
+    Publication: ("publication", ()),
+    ReportResult: ("report", ("report.html", REPORT)),
+}
+"""Folder of artifacts of a kind of result, and the files that go there if they exist. Others: STEP, its report and outputs."""
 _LOG_BYTES = 4 * 2**20
 """Bytes of a log that are uploaded: its end."""
 _TABLE_ROWS = 500
@@ -47,30 +59,77 @@ _MIN_ROWS = 8
 """Rows of each completions file that the table shows at least: one group of eight."""
 
 
-def record_prepared(run: RunHandle, result: PreparedData) -> None:
-    """The files that were read as data/sources.json, and the number of rows."""
-    run.text(result.model_dump_json(indent=2), "data/sources.json")
-    run.metrics({"data/rows_read": result.rows}, timestamp_ms=made_at(result, run))
+def record(run: RunHandle, config: RunConfig, result: StepResult, data: DataReport | None) -> None:
+    """Everything of a result of the parent run but its log; `data` is the data of the run, if it is known."""
+    at = made_at(result, run)
+    other = (result.directory.parent.name, (REPORT, *result.OUTPUTS))
+    folder, names = FOLDERS.get(type(result), other)
+    folder = folder.format(label=getattr(result, "label", ""))
+    _upload(run, result.directory, names, folder)
+    run.metrics(figures_of(result, folder), timestamp_ms=at)
+    match result:
+        case PreparedData():
+            run.text(result.model_dump_json(indent=2), "data/sources.json")
+        case DataReport() if not isinstance(result, GuardData):
+            sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
+            inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
+            run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
+            run.tags({"grpo.data_digest": result.digest, "data": result.digest[:_SHOWN_DIGEST]})
+            record_held_out(run, config.name, result)
+        case LabReport():
+            _show(run, result.directory / "probes.parquet", "lab/probes.json")
+        case EvalReport():
+            if result.label == "merged":
+                run.metrics(merged_figures(result.metrics), timestamp_ms=at)
+            if result.samples.exists():
+                run.table(_judged(result.samples, data), f"{folder}/samples.json")
+            record_traces(run, result, data, timestamp_ms=at)
+        case MergeProof():
+            # publishing.py logs the model itself.
+            run.text(result.model_dump_json(indent=2), "merge/proof.json")
+        case Publication():
+            run.text(result.model_dump_json(indent=2), "publication/decision.json")
+            describe_decision(run, config, result)
+            if result.guards:
+                run.text(guards_markdown(result.guards), "guards/report.md")
+            changes = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
+            passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
+            run.metrics(changes | passed, timestamp_ms=at)
+            worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
+            if worse:
+                run.table(pl.DataFrame(worse), "guards/worse.json")
 
 
-def record_data(run: RunHandle, result: DataReport) -> None:
-    """Training and held-out rows as data set inputs with the content digest; report and quarantine as files; counts."""
-    sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
-    inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
-    run.wake()
-    run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
-    run.tags({"grpo.data_digest": result.digest, "data": data_tag(result.digest)})
-    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), "data")
-    if result.train.stat().st_size <= _LARGEST_TABLE:
-        run.file(result.train, "data")
-    counts = {
-        "rows": result.rows,
-        "quarantined": result.quarantined,
-        "train_rows": result.train_rows,
-        "eval_rows": result.eval_rows,
-        "longest_prompt_tokens": result.prompt_tokens.max,
-    }
-    run.metrics({f"data/{name}": value for name, value in counts.items()}, timestamp_ms=made_at(result, run))
+def figures_of(result: StepResult, folder: str) -> dict[str, float]:
+    """The metrics FOLDER/NAME, those of an evaluation LABEL/NAME. An interval has its bounds as NAME_low and NAME_high."""
+    figures: dict[str, float | Interval] = {}
+    match result:
+        case PreparedData():
+            figures = {"rows_read": result.rows}
+        case GuardData() | Publication() | ReportResult():
+            pass
+        case DataReport():
+            figures = {name: getattr(result, name) for name in ("rows", "quarantined", "train_rows", "eval_rows")}
+            figures["longest_prompt_tokens"] = result.prompt_tokens.max
+        case LabReport():
+            figures = {"failed_checks": len(result.failures)}
+            for one in result.forecasts:
+                names = ("share_with_signal", "mean_reward", "mean_reward_std")
+                figures |= {f"{one.stage}/{name}": getattr(one, name) for name in names}
+        case DifficultyReport():
+            for stage in result.stages:
+                known = {"never_solved": stage.never_solved, "always_solved": stage.always_solved, "mean_pass_rate": stage.mean}
+                figures |= {f"{stage.stage}/{name}": value for name, value in known.items() if value is not None}
+        case EvalReport():
+            figures = {**result.metrics, **{f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()}}
+        case _:
+            numbers = result.model_dump(exclude=None if isinstance(result, MergeProof) else {"seconds"})
+            figures = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    prefix, metrics = folder.removeprefix("evaluation/"), dict[str, float]()
+    for name, value in figures.items():
+        bounds = {"": value.value, "_low": value.low, "_high": value.high} if isinstance(value, Interval) else {"": value}
+        metrics |= {f"{prefix}/{name}{end}": bound for end, bound in bounds.items()}
+    return metrics
 
 
 def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
@@ -80,36 +139,6 @@ def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
         warnings.simplefilter("ignore", UserWarning)
         dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
     return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
-
-
-def record_guard_data(run: RunHandle, result: GuardData) -> None:
-    """Prompts and report of a guard of the promotion. They are no data of the model, so no data set input and no digest."""
-    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), f"guards/{result.label}")
-
-
-def record_lab(run: RunHandle, result: LabReport) -> None:
-    """The report, every probe as a table row, the forecasts as metrics."""
-    _upload(run, result.directory, (REPORT, "probes.parquet", "samples.parquet"), "lab")
-    _show(run, result.directory / "probes.parquet", "lab/probes.json")
-    figures: dict[str, float] = {"lab/failed_checks": len(result.failures)}
-    for forecast in result.forecasts:
-        figures[f"lab/{forecast.stage}/share_with_signal"] = forecast.share_with_signal
-        figures[f"lab/{forecast.stage}/mean_reward"] = forecast.mean_reward
-        figures[f"lab/{forecast.stage}/mean_reward_std"] = forecast.mean_reward_std
-    run.metrics(figures, timestamp_ms=made_at(result, run))
-
-
-def record_difficulty(run: RunHandle, result: DifficultyReport) -> None:
-    """The report and the pass rates; the mean and the counts of each stage as metrics difficulty/LABEL/STAGE/..."""
-    folder = f"difficulty/{result.label}"
-    _upload(run, result.directory, (REPORT, result.pass_rates.name), folder)
-    figures: dict[str, float] = {}
-    for stage in result.stages:
-        name = f"{folder}/{stage.stage}"
-        figures |= {f"{name}/never_solved": stage.never_solved, f"{name}/always_solved": stage.always_solved}
-        if stage.mean is not None:
-            figures |= interval_metrics({f"{name}/mean_pass_rate": stage.mean})
-    run.metrics(figures, timestamp_ms=made_at(result, run))
 
 
 def record_stage(run: RunHandle, result: StageResult) -> None:
@@ -138,22 +167,6 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})
 
 
-def record_evaluation(run: RunHandle, result: EvalReport, data: DataReport | None) -> None:
-    """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report.
-
-    The table that MLflow shows has question, ground truth, answer and verdict in its first columns; `data` has the first two.
-    """
-    figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
-    metrics = {f"{result.label}/{name}": value for name, value in figures.items()}
-    if result.label == "merged":
-        metrics |= merged_figures(result.metrics)
-    run.metrics(metrics, timestamp_ms=made_at(result, run))
-    folder = f"evaluation/{result.label}"
-    _upload(run, result.directory, (REPORT, result.samples.name), folder)
-    if result.samples.exists():
-        run.table(_judged(result.samples, data), f"{folder}/samples.json")
-
-
 def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     """The first completions with their questions: what a person reads first comes first, token ids are left out."""
     rows = turn_by_turn(pl.read_parquet(samples, n_rows=_TABLE_ROWS))
@@ -168,20 +181,6 @@ def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     rows = rows.rename({"completion": "model_answer"})
     first = [name for name in ("question", "ground_truth", "model_answer", "verdict") if name in rows.columns]
     return rows.select(*first, pl.exclude(*first, "token_ids") if "token_ids" in rows.columns else pl.exclude(*first))
-
-
-def record_step(run: RunHandle, result: StepResult) -> None:
-    """Any other result: its outputs, its report and its numbers, under the name of its step."""
-    folder = result.directory.parent.name
-    files = (REPORT, *result.OUTPUTS)
-    for name in files:
-        if (result.directory / name).is_dir():
-            run.files(result.directory / name, f"{folder}/{name}")
-    _upload(
-        run, result.directory, tuple(name for name in (REPORT, *result.OUTPUTS) if (result.directory / name).is_file()), folder
-    )
-    figures = {name: value for name, value in result.model_dump(exclude={"seconds"}).items() if isinstance(value, int | float)}
-    run.metrics({f"{folder}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
 
 
 def record_log(run: RunHandle, result: StepResult, step: str) -> None:
@@ -211,40 +210,6 @@ def record_sources(run: RunHandle, config: RunConfig) -> None:
                 run.text(hide(path.read_text(encoding="utf-8", errors="replace")), f"{kind}/{name}.py")
 
 
-def record_merge(run: RunHandle, result: MergeProof) -> None:
-    """The proof as metrics merge/... and as JSON. publishing.py logs the model itself."""
-    figures = {name: value for name, value in result.model_dump().items() if isinstance(value, int | float)}
-    run.metrics({f"merge/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
-    run.text(result.model_dump_json(indent=2), "merge/proof.json")
-
-
-def record_publication(run: RunHandle, config: RunConfig, result: Publication) -> None:
-    """The decision as tags and description, which the list of runs shows, and with its tests as JSON."""
-    run.text(result.model_dump_json(indent=2), "publication/decision.json")
-    describe_decision(run, config, result)
-    if result.guards:
-        run.text(guards_markdown(result.guards), "guards/report.md")
-        figures = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
-        passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
-        run.metrics(figures | passed, timestamp_ms=made_at(result, run))
-    worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
-    if worse:
-        run.table(pl.DataFrame(worse), "guards/worse.json")
-
-
-def record_report(run: RunHandle, result: ReportResult) -> None:
-    """The page as report/report.html, its summary as report/report.md."""
-    _upload(run, result.directory, (result.html.name, REPORT), "report")
-
-
-def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:
-    """Each value under its own name, its bounds as NAME_low and NAME_high."""
-    metrics: dict[str, float] = {}
-    for name, interval in figures.items():
-        metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
-    return metrics
-
-
 def made_at(result: StepResult, run: RunHandle) -> int:
     """When the result was written, in ms. It is the same for every upload, so that a repeated upload writes the same rows."""
     written = result.directory / RESULT
@@ -253,8 +218,11 @@ def made_at(result: StepResult, run: RunHandle) -> int:
 
 def _upload(run: RunHandle, directory: Path, names: tuple[str, ...], folder: str | None) -> None:
     for name in names:
-        if (directory / name).exists():
-            run.file(directory / name, folder)
+        path = directory / name
+        if path.is_dir():
+            run.files(path, f"{folder}/{name}")
+        elif path.exists() and (name != "train.parquet" or path.stat().st_size <= _LARGEST_TABLE):
+            run.file(path, folder)
 
 
 def _show(run: RunHandle, parquet: Path, name: str) -> None:

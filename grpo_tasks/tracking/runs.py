@@ -30,18 +30,14 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_HASH
 from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
-from grpo_tasks.tracking.shown.prompts import link_to_model, record_held_out, record_system_prompt
-from grpo_tasks.tracking.shown.traces import record_traces
+from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import EndedByOthers, PrunedError, TrackingError
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, GuardData, PreparedData
-from schemas.results.difficulty import DifficultyReport
+from schemas.results.data import DataReport, GuardData
 from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof, StageResult
-from schemas.results.publication import Publication, ReportResult
+from schemas.results.model import StageResult
 
 KEY_TAG = "grpo.key"
 PARENT_TAG = "mlflow.parentRunId"
@@ -132,40 +128,25 @@ class TrackedRun:
 
     def record(self, result: StepResult) -> bool:
         """Record a step's result from its folder; False when it was recorded before, and then nothing is written."""
-        run = self.handle
-        match result:
-            case StageResult():
-                return self._record_stage(result)
-            case PreparedData():
-                step, work = "prepare_data", partial(records.record_prepared, run, result)
-            case GuardData():
-                # Before DataReport, which it is one of.
-                step, work = f"check_guard.{result.label}", partial(records.record_guard_data, run, result)
-            case DataReport():
-                self.data = result
-                step, work = "validate_data", partial(self._record_data, result)
-            case LabReport():
-                step, work = "probe_rewards", partial(records.record_lab, run, result)
-            case DifficultyReport():
-                step, work = f"measure_difficulty.{result.label}", partial(records.record_difficulty, run, result)
-            case EvalReport():
-                step, work = f"evaluate_model.{result.label}", partial(self._record_evaluation, result)
-            case MergeProof():
-                step, work = "merge_adapter", partial(records.record_merge, run, result)
-            case Publication():
-                # A second time when a person has decided about a version that waited for it.
-                step = "publish_model.pending" if result.awaits_approval else "publish_model"
-                work = partial(records.record_publication, run, self.config, result)
-            case ReportResult():
-                step, work = "write_report", partial(records.record_report, run, result)
-            case _:
-                step, work = result.directory.parent.name, partial(records.record_step, run, result)
+        if isinstance(result, StageResult):
+            return self._record_stage(result)
+        if isinstance(result, DataReport) and not isinstance(result, GuardData):
+            self.data = result
+        # A publication is recorded a second time when a person has decided about a version that waited for it.
+        label = getattr(result, "label", "pending" if getattr(result, "awaits_approval", False) else "")
+        step = ".".join(filter(None, [result.directory.parent.name, label]))
 
-        def work_and_log() -> None:
-            work()
-            records.record_log(run, result, step)
+        def work() -> None:
+            records.record(self.handle, self.config, result, self.data)
+            stage = next(
+                (stage for stage in self._stages if isinstance(result, EvalReport) and stage.stage == result.label), None
+            )
+            if isinstance(result, EvalReport) and stage is not None:
+                at = records.made_at(result, self.handle)
+                record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
+            records.record_log(self.handle, result, step)
 
-        return run.once(f"{step}.{_mark(result)}", work_and_log)
+        return self.handle.once(f"{step}.{_mark(result)}", work)
 
     def said_about_files(self) -> str:
         """A sentence if the artifacts lie outside of the project: it was moved, or its experiment was made elsewhere."""
@@ -257,18 +238,6 @@ class TrackedRun:
                 link_to_model(child, prompt, model.model_id)
 
         child.once(f"prompt_of_models.{mark}", work)
-
-    def _record_data(self, result: DataReport) -> None:
-        records.record_data(self.handle, result)
-        record_held_out(self.handle, self.config.name, result)
-
-    def _record_evaluation(self, result: EvalReport) -> None:
-        records.record_evaluation(self.handle, result, self.data)
-        at = records.made_at(result, self.handle)
-        record_traces(self.handle, result, self.data, timestamp_ms=at)
-        stage = next((stage for stage in self._stages if stage.stage == result.label), None)
-        if stage is not None:
-            record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
 
     def _draw_overview(self) -> None:
         from grpo_tasks.tracking.plots import plot_overview

@@ -217,8 +217,8 @@ def data_report(tmp_path):
 @pytest.fixture
 def lab_report(tmp_path):
     """A lab's report on disk, with a probe of 1 MB."""
-    directory = tmp_path / "lab"
-    directory.mkdir()
+    directory = tmp_path / "probe_rewards" / "all"
+    directory.mkdir(parents=True)
     pl.DataFrame(
         {"probe": ["perfect", "megabyte"], "completion": ["ok", "z" * 1_000_000], "scores": [[1.0], [0.0]], "format": [1.0, 0.0]}
     ).write_parquet(directory / "probes.parquet")

@@ -41,7 +41,6 @@ EXPERIMENT_TAGS = {
 }
 AT_A_GLANCE = (ACCURACY, FORMAT_RATE, REWARD)
 """Figures of the merged model that the run has under their plain names too."""
-_DIGEST_CHARS = 12
 NOTE_CHARS = 8_000
 """MLflow refuses a longer tag of a run."""
 _DECISION_CHARS = 4_000
@@ -141,11 +140,6 @@ def _said(promoted: bool, reason: str) -> str:
 
 def _decision_tags(promoted: bool, reason: str) -> dict[str, str]:
     return {"promoted": "yes" if promoted else "no", DECISION: reason[:_DECISION_CHARS]}
-
-
-def data_tag(digest: str) -> str:
-    """The beginning of the digest of the data: enough to tell two data sets apart in a list."""
-    return digest[:_DIGEST_CHARS]
 
 
 def guards_markdown(guards: Sequence[GuardCheck]) -> str:

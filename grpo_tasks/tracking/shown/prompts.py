@@ -43,8 +43,7 @@ def record_system_prompt(run: RunHandle, name: str, text: str | None) -> str | N
     prompt = re.sub(r"[^\w.-]", "-", f"{name}-system-prompt", flags=re.ASCII)
     with run.store.lock(f"prompt-{prompt}", who=f"a run that registers the prompt {prompt}"):
         version = run.store.ask(partial(_version, name=prompt, text=text, experiment_id=run.experiment_id, run=run))
-        if not run.has(f"prompt.{prompt}.{version}"):
-            run.once(f"prompt.{prompt}.{version}", lambda: run.store.ask(partial(_link, run=run, name=prompt, version=version)))
+        run.once(f"prompt.{prompt}.{version}", lambda: run.store.ask(partial(_link, run=run, name=prompt, version=version)))
     return f"{prompt}/{version}"
 
 
