@@ -13,8 +13,9 @@ from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, REWARD, figure_text
+from schemas.results.base import Section
 from schemas.results.data import DataReport
-from schemas.results.difficulty import BINS, DifficultyReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -153,15 +154,25 @@ def show_lab(console: Console, report: LabReport) -> None:
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 
+def show_sections(console: Console, sections: Sequence[Section], *, title: str | None = None) -> None:
+    """Print sections of a result; `title` stands above each table."""
+    for section in sections:
+        for text in filter(None, [section.title, section.text]):
+            console.print(text, markup=False, highlight=False)
+        if section.columns:
+            table = Table(title=title, title_justify="left")
+            for column in section.columns:
+                table.add_column(escape(column), justify="right" if column in section.right else "left")
+            for row in section.rows:
+                table.add_row(*map(escape, row))
+            console.print(table)
+        for name, quote in section.quotes.items():
+            console.print(f"{name}:\n{quote}", markup=False, highlight=False)
+
+
 def show_difficulty(console: Console, report: DifficultyReport) -> None:
     """Print how many training prompts are solved how often, by the rewards of each stage."""
-    table = Table("rewards of stage")
-    for heading in ("prompts", "mean pass rate", *BINS):
-        table.add_column(heading, justify="right")
-    for one in report.stages:
-        mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
-        table.add_row(one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram))
-    console.print(table)
+    show_sections(console, report.sections())
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 
@@ -279,13 +290,7 @@ def show_lineage(console: Console, lineage: Lineage) -> None:
 def show_comparison(console: Console, found: "Comparison") -> None:
     """Print the figures and settings of two runs."""
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
-    table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
-    for row in found.figures:
-        scale, digits = (100, 1) if row.share else (1, 3)
-        change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
-        values = [f"{value:.1%}" if row.share else f"{value:.3f}" for value in (row.first, row.second)]
-        table.add_row(row.name, *values, f"{change} ({low} to {high})")
-    console.print(table)
+    show_sections(console, [found.section(*titles)], title=f"{found.prompts} common held-out prompts")
     settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
     for setting in found.settings:
         settings.add_row(*(escape(value) for value in setting))

@@ -83,7 +83,13 @@ def _build(file: Path) -> None:
         connection.execute("PRAGMA journal_mode = DELETE")
         # Every process can read it now, none can write.
         connection.execute("BEGIN IMMEDIATE")
-        _refuse_newer(file, connection)
+        version, scripts = _version(connection), ScriptDirectory.from_config(utils._get_alembic_config(""))
+        if version is not None and version not in {script.revision for script in scripts.walk_revisions()}:
+            raise TrackingError(
+                f"another MLflow version made this store: the installed one does not know its schema {version}",
+                place=str(file),
+                fix="install the MLflow version that made it, or name another store with tracking.tracking_uri",
+            )
         # A second connection: SQLite cannot copy from the one that holds the write lock.
         with closing(sqlite3.connect(new)) as copy, closing(sqlite3.connect(file)) as source:
             source.backup(copy)
@@ -135,17 +141,6 @@ def _version(connection: sqlite3.Connection) -> str | None:
 @cache
 def _head() -> str:
     return str(utils._get_latest_schema_revision())
-
-
-def _refuse_newer(file: Path, connection: sqlite3.Connection) -> None:
-    version = _version(connection)
-    known = {script.revision for script in ScriptDirectory.from_config(utils._get_alembic_config("")).walk_revisions()}
-    if version is not None and version not in known:
-        raise TrackingError(
-            f"another MLflow version made this store: the installed one does not know its schema {version}",
-            place=str(file),
-            fix="install the MLflow version that made it, or name another store with tracking.tracking_uri",
-        )
 
 
 def _user_rows(connection: sqlite3.Connection) -> int:

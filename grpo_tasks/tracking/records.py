@@ -6,28 +6,32 @@ What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import mlflow
 import polars as pl
+from mlflow import MlflowClient
 from mlflow.data.polars_dataset import from_polars
-from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.entities import AssessmentSource, Dataset, DatasetInput, InputTag, NoOpSpan
 
 from grpo_tasks.content.conversations import turn_by_turn
+from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
-from grpo_tasks.tracking.shown.headline import describe_decision, guards_markdown, merged_figures
+from grpo_tasks.tracking.shown.headline import describe_decision, merged_figures
 from grpo_tasks.tracking.shown.prompts import record_held_out
-from grpo_tasks.tracking.shown.traces import record_traces
 from schemas.config.run import RunConfig
-from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
+from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, REWARD, member
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, Interval
+from schemas.results.evaluation import EvalReport, Interval, guard_sections
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
@@ -55,6 +59,15 @@ FOLDERS: dict[type[StepResult], tuple[str, tuple[str, ...]]] = {
 _LOG_BYTES = 4 * 2**20
 """Bytes of a log that are uploaded: its end."""
 _TABLE_ROWS = 500
+MAX_TRACES = 12
+"""Traces of one evaluation."""
+LABELS = ("base", "merged")
+"""Evaluations that become traces."""
+_SOURCE = AssessmentSource(source_type="CODE", source_id="grpo-pipeline")
+_SAMPLE_TAG = "grpo.sample"
+_TRACE_CHARS = 4_000
+_VERDICTS = {"correct": "correct", "format": "strict_format", "reward": REWARD}
+"""By name of the feedback: the column of the samples that it shows."""
 _MIN_ROWS = 8
 """Rows of each completions file that the table shows at least: one group of eight."""
 
@@ -83,15 +96,15 @@ def record(run: RunHandle, config: RunConfig, result: StepResult, data: DataRepo
                 run.metrics(merged_figures(result.metrics), timestamp_ms=at)
             if result.samples.exists():
                 run.table(_judged(result.samples, data), f"{folder}/samples.json")
-            record_traces(run, result, data, timestamp_ms=at)
+            _record_traces(run, result, data, timestamp_ms=at)
         case MergeProof():
             # publishing.py logs the model itself.
             run.text(result.model_dump_json(indent=2), "merge/proof.json")
         case Publication():
             run.text(result.model_dump_json(indent=2), "publication/decision.json")
-            describe_decision(run, config, result)
+            describe_decision(run, result)
             if result.guards:
-                run.text(guards_markdown(result.guards), "guards/report.md")
+                run.text(as_markdown(guard_sections(result.guards)), "guards/report.md")
             changes = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
             passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
             run.metrics(changes | passed, timestamp_ms=at)
@@ -145,8 +158,13 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     """Everything of a stage into its child run: journal, completions, adapter, plots, final figures."""
     stage = StageDir(result.directory)
     JournalShipper(run.store, result.directory, lambda: run).finish()
-    run.files(stage.completions(0).parent, "completions")
-    _show_completions(run, stage.completions(0).parent)
+    completions = stage.completions(0).parent
+    run.files(completions, "completions")
+    if files := sorted(completions.glob("*.parquet")):
+        # The first rows of every file in one table; the Parquet files have the rest.
+        rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
+        first = pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed")
+        run.table(turn_by_turn(first), "completions.json")
     if (stage.final / "adapter_config.json").exists():
         # A fully fine-tuned stage leaves a complete model. It stays on disk, because the merged model is what is published.
         run.files(stage.final, ADAPTER)
@@ -181,6 +199,56 @@ def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     rows = rows.rename({"completion": "model_answer"})
     first = [name for name in ("question", "ground_truth", "model_answer", "verdict") if name in rows.columns]
     return rows.select(*first, pl.exclude(*first, "token_ids") if "token_ids" in rows.columns else pl.exclude(*first))
+
+
+def _record_traces(run: RunHandle, result: EvalReport, data: DataReport | None, *, timestamp_ms: int) -> None:
+    """Log the first completion of the first prompts as traces, once each, with their verdicts: to compare, label and review.
+
+    The same prompts are taken for every model, so that base and merged model stand side by side.
+    """
+    if result.label not in LABELS or data is None or not (result.samples.exists() and data.eval.exists()):
+        return
+    first = pl.col("sample") == pl.col("sample").min().over("prompt_id")
+    samples = pl.read_parquet(result.samples).filter(first).unique("prompt_id", keep="first", maintain_order=True)
+    prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"]).unique("prompt_id", keep="first")
+    rows = turn_by_turn(samples.head(MAX_TRACES)).join(prompts, on="prompt_id", how="inner", maintain_order="left")
+    # Traces know no other store than mlflow's global one.
+    run.store.ask_globally(partial(_log_missing, run=run, label=result.label, rows=rows, timestamp_ms=timestamp_ms))
+
+
+def _log_missing(client: MlflowClient, *, run: RunHandle, label: str, rows: pl.DataFrame, timestamp_ms: int) -> None:
+    mine = f"metadata.`mlflow.sourceRun` = '{run.run_id}'"
+    found = client.search_traces(locations=[run.experiment_id], filter_string=mine, max_results=500)
+    known = {trace.info.tags.get(_SAMPLE_TAG): trace for trace in found}
+    for row in rows.iter_rows(named=True):
+        name = f"{label}/{row['prompt_id']}/{row['sample']}"
+        trace = known.get(name)
+        trace_id = trace.info.trace_id if trace else _log(run, label, name, row, timestamp_ms)
+        if trace_id is None:
+            return
+        judged = {assessment.name for assessment in trace.info.assessments} if trace else set()
+        for verdict, column in _VERDICTS.items():
+            if row.get(column) is not None and verdict not in judged:
+                mlflow.log_feedback(trace_id=trace_id, name=verdict, value=row[column], source=_SOURCE)
+        if row["answer"] is not None and "expected_response" not in judged:
+            mlflow.log_expectation(trace_id=trace_id, name="expected_response", value=row["answer"], source=_SOURCE)
+
+
+def _log(run: RunHandle, label: str, name: str, row: dict[str, Any], timestamp_ms: int) -> str | None:
+    """Id of the new trace; None where the user has switched tracing off."""
+    at_ns = timestamp_ms * 1_000_000
+    span = mlflow.start_span_no_context(
+        label,
+        inputs={"messages": [{**message, "content": message["content"][:_TRACE_CHARS]} for message in row["prompt"]]},
+        experiment_id=run.experiment_id,
+        tags={_SAMPLE_TAG: name},
+        metadata={"mlflow.sourceRun": run.run_id},
+        start_time_ns=at_ns,
+    )
+    if isinstance(span, NoOpSpan):
+        return None
+    span.end(outputs={"role": "assistant", "content": row["completion"][:_TRACE_CHARS]}, end_time_ns=at_ns)
+    return str(span.trace_id)
 
 
 def record_log(run: RunHandle, result: StepResult, step: str) -> None:
@@ -228,12 +296,3 @@ def _upload(run: RunHandle, directory: Path, names: tuple[str, ...], folder: str
 def _show(run: RunHandle, parquet: Path, name: str) -> None:
     if parquet.exists():
         run.table(pl.read_parquet(parquet, n_rows=_TABLE_ROWS), name)
-
-
-def _show_completions(run: RunHandle, directory: Path) -> None:
-    """The first rows of every completions file in one table; the Parquet files have the rest."""
-    files = sorted(directory.glob("*.parquet"))
-    if files:
-        rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
-        first = pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed")
-        run.table(turn_by_turn(first), "completions.json")

@@ -3,7 +3,8 @@
     TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
                                                                          ->  lock("publish-NAME"): one process of this machine
 
-Every call can be repeated without harm. Importing this module imports mlflow, which takes seconds.
+Every call can be repeated without harm. Whatever asks a store raises `TrackingError` when it cannot be reached or refuses.
+Importing this module imports mlflow, which takes seconds.
 """
 
 import os
@@ -51,8 +52,10 @@ from schemas.config.types import why_no_store
 from schemas.errors import StoreAwayError, TrackingError, disk_full
 
 DEFAULT_URI = "sqlite:///mlflow.db"
+FIRST_S = 6.0
+"""Longest patience in seconds with a store that was never reached before, so that a wrong address fails soon."""
 CHECK_S = 4.0
-"""Patience in seconds with a store that was never reached before."""
+"""The same where nothing else is waiting for the store."""
 LAST_S = 2
 """Longest wait in seconds for one answer, when an interrupt has ended the work and only its end is left to be recorded."""
 T = TypeVar("T")
@@ -80,18 +83,15 @@ class Store:
 
     uri: str
     client: MlflowClient
-    patience_s: float = 6.0
-    """Longest time in seconds that `ask` retries. That of a config counts once the store has answered (`open_store`)."""
+    patience_s: float = FIRST_S
+    """Longest time in seconds that `ask` retries once the store has answered this process; before, `FIRST_S` at most."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
-        """Run a repeatable call; retry it while the store is unreachable or another process created the same row first.
-
-        Raises:
-            TrackingError: the store could not be reached for `patience_s` seconds, or it refuses.
-        """
+        """Run a repeatable call; retry it while the store is unreachable or another process created the same row first."""
         try:
             with at_the_end() as ending:
-                answer = _attempts(LAST_S if ending else self.patience_s)(work, self.client)
+                patience_s = self.patience_s if self.uri in _answered else min(self.patience_s, FIRST_S)
+                answer = _attempts(LAST_S if ending else patience_s)(work, self.client)
         except FAULTS as fault:
             raise self.error(fault) from fault
         _answered.add(self.uri)
@@ -139,17 +139,18 @@ class Store:
             finally:
                 mlflow.set_tracking_uri(before)
 
+    def ask_globally(self, work: Callable[[MlflowClient], T]) -> T:
+        """`ask` while this is the store of mlflow's global functions."""
+        with self.as_default():
+            return self.ask(work)
+
     def download(self, run_id: str, path: str, folder: Path) -> Path | None:
         """An artifact of a run in `folder`; None when the run has none of this name."""
-
-        def work(client: MlflowClient) -> Path | None:
-            siblings = client.list_artifacts(run_id, path.rpartition("/")[0] or None)
-            if path not in {item.path for item in siblings}:
-                return None
-            with self.as_default():
-                return Path(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=str(folder)))
-
-        return self.ask(work)
+        siblings = self.ask(lambda client: client.list_artifacts(run_id, path.rpartition("/")[0] or None))
+        if path not in {item.path for item in siblings}:
+            return None
+        load = partial(mlflow.artifacts.download_artifacts, run_id=run_id, artifact_path=path, dst_path=str(folder))
+        return Path(self.ask_globally(lambda _: load()))
 
     def read(self, run_id: str, path: str) -> str | None:
         """The text of an artifact of a run; None when the run has none of this name."""
@@ -178,14 +179,19 @@ def versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     return [version for version in found if version.name == name]
 
 
-def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
-    """The run; None when it was removed for good."""
+def or_none(call: Callable[[], T]) -> T | None:
+    """What a call returns; None where MLflow says that there is no such run, model, version or alias."""
     try:
-        return client.get_run(run_id)
+        return call()
     except MlflowException as fault:
-        if fault.error_code == "RESOURCE_DOES_NOT_EXIST":
+        if fault.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
+    """The run; None when it was removed for good."""
+    return or_none(lambda: client.get_run(run_id))
 
 
 def is_temporary(fault: BaseException) -> bool:
@@ -286,17 +292,11 @@ def resolve_uri(tracking: TrackingConfig) -> str:
 
 
 def open_store(tracking: TrackingConfig, *, known: bool = False) -> Store:
-    """The store that a configuration names.
-
-    Args:
-        tracking: the configuration.
-        known: the process that started this one has reached the store, so it gets the patience of the configuration.
-
-    Raises:
-        TrackingError: mlflow does not know this kind of uri, or its database cannot be opened.
-    """
+    """The store that a configuration names. `known`: the process that started this one has reached it."""
     store = connect(resolve_uri(tracking))
-    return replace(store, patience_s=tracking.patience_s) if known or store.uri in _answered else store
+    if known:
+        _answered.add(store.uri)
+    return replace(store, patience_s=tracking.patience_s)
 
 
 _answered: set[str] = set()
@@ -304,11 +304,7 @@ _answered: set[str] = set()
 
 
 def check_store(tracking: TrackingConfig) -> int:
-    """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started.
-
-    Raises:
-        TrackingError: the store does not answer, refuses the login, or is another server.
-    """
+    """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started."""
     store = replace(open_store(tracking), patience_s=CHECK_S)
     # A server that takes the connection and says nothing would hold each request for a minute.
     with _environment({_TIMEOUT: str(round(CHECK_S))}):
