@@ -22,7 +22,7 @@ from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.probe_rewards import probe_rewards
 from grpo_tasks.steps.write_report import write_report
 from grpo_tasks.tracking.models import check_champion
-from grpo_tasks.tracking.served.libraries import prepare_publishing
+from grpo_tasks.tracking.publishing import prepare_publishing
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.results.publication import PipelineResult, PublishedFacts, Trained

@@ -24,7 +24,7 @@ def runs(
     """List the newest runs with their figures."""
     with report_errors(reads=True):
         prepare_environment()
-        from grpo_tasks.tracking.overview import recent_runs
+        from grpo_tasks.tracking.past_runs import recent_runs
 
         found = recent_runs(tracking_at(tracking_uri), limit)
         if not found:
@@ -45,7 +45,7 @@ def models(
     """List registered models: versions, aliases and figures."""
     with report_errors(reads=True):
         prepare_environment()
-        from grpo_tasks.tracking.overview import registered_versions
+        from grpo_tasks.tracking.past_runs import registered_versions
 
         found = registered_versions(tracking_at(tracking_uri), name)
         if not found:

@@ -14,8 +14,9 @@ from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, REWARD, figure_text
+from schemas.results.base import Section
 from schemas.results.data import DataReport
-from schemas.results.difficulty import BINS, DifficultyReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -157,14 +158,18 @@ def show_lab(report: LabReport) -> None:
     say(*advice(report.forecasts), f"report: {report.directory / 'report.md'}")
 
 
+def show_sections(sections: Sequence[Section], *, title: str | None = None) -> None:
+    """Print sections of a result; `title` stands above each table."""
+    for section in sections:
+        say(*filter(None, [section.title, section.text]))
+        if section.columns:
+            out.print(table_of(section.columns, section.rows, right=section.right, title=title))
+        say(*(f"{name}:\n{quote}" for name, quote in section.quotes.items()))
+
+
 def show_difficulty(report: DifficultyReport) -> None:
     """Print how many training prompts are solved how often, by the rewards of each stage."""
-    figures = ("prompts", "mean pass rate", *BINS)
-    rows = []
-    for one in report.stages:
-        mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
-        rows.append([one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram)])
-    out.print(table_of(("rewards of stage", *figures), rows, right=figures))
+    show_sections(report.sections())
     say(f"report: {report.directory / 'report.md'}")
 
 
@@ -274,13 +279,7 @@ def show_lineage(lineage: Lineage) -> None:
 def show_comparison(found: "Comparison") -> None:
     """Print the figures and settings of two runs."""
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
-    rows = []
-    for row in found.figures:
-        scale, digits = (100, 1) if row.share else (1, 3)
-        change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
-        values = [f"{value:.1%}" if row.share else f"{value:.3f}" for value in (row.first, row.second)]
-        rows.append([row.name, *values, f"{change} ({low} to {high})"])
-    out.print(table_of(("figure", *titles, "difference"), rows, title=f"{found.prompts} common held-out prompts"))
+    show_sections([found.section(*titles)], title=f"{found.prompts} common held-out prompts")
     out.print(table_of(("setting", *titles), found.settings, title=f"{len(found.settings)} settings differ"))
     differ = len(found.disagreements)
     say(f"the runs disagree on at least {differ} prompts" if differ else "the runs agree on every prompt")

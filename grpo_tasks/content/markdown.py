@@ -1,7 +1,9 @@
-"""Markdown tables whose cells may hold any text, untrusted text included: `table(["source"], [[code("a|b.jsonl")]])`."""
+"""Markdown whose cells and blocks may hold any text, untrusted text included: `table(["source"], [[code("a|b.jsonl")]])`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+
+from schemas.results.base import Section
 
 
 class Code(str):
@@ -28,6 +30,22 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Colle
     rule = "|".join("---:" if column in right else "---" for column in columns)
     first, *others = (f"| {' | '.join(map(_cell, cells))} |" for cells in (columns, *rows))
     return "\n".join([first, f"|{rule}|", *others])
+
+
+
+def as_markdown(sections: Iterable[Section]) -> str:
+    """Sections below each other. Texts may hold Markdown, quotes anything."""
+    parts: list[str] = []
+    for section in sections:
+        parts += [f"## {section.title}" if section.title else "", section.text]
+        parts.append(table(section.columns, section.rows, right=section.right) if section.columns else "")
+        parts += [f"{name}:\n\n{block(text)}" for name, text in section.quotes.items()]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def block(text: str) -> str:
+    """Untrusted text of several lines: an indented block shows any text as it is, with its fences, HTML and headings."""
+    return "\n".join("    " + line for line in text.splitlines()) or "    (empty)"
 
 
 def _cell(text: str) -> str:

@@ -1,22 +1,24 @@
-"""The guards of a promotion: further held-out prompts on which a new model must not get worse.
+"""What can stop a promotion, and never causes one, so that the significance level of the promotion's test still holds.
 
-    scored samples of both -> value of each sample -> mean per prompt -> paired test -> beyond the limit? -> GuardCheck
+    guards: scored samples of both -> value of each sample -> mean per prompt -> paired test -> beyond the limit? -> GuardCheck
+    fixed limits of format, truncation and length -> Regression          what the merge lost, by a paired test -> Regression
 
-A guard can only prevent a promotion, so the significance level of the promotion's test still holds.
+Guards are further held-out prompts on which a new model must not get worse.
 """
 
 from collections.abc import Mapping
 
 import polars as pl
 
-from grpo_tasks.evaluation.paired import paired_test
+from grpo_tasks.evaluation.paired import compare, paired_test
 from schemas.config.data import DataConfig
-from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, PromotionGuard
+from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, EvaluationConfig, PromotionConfig, PromotionGuard
 from schemas.config.rewards import RewardConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig, Scoring
-from schemas.errors import ConfigError, DataError
-from schemas.metrics import COMPLETION_LENGTH, REWARD_MEAN, column_of, member
-from schemas.results.evaluation import EvalReport, GuardCheck, Worse
+from schemas.errors import ConfigError, DataError, ModelError
+from schemas.metrics import COMPLETION_LENGTH, FORMAT_RATE, REWARD_MEAN, TRUNCATED_RATE, column_of, member
+from schemas.results.evaluation import EvalReport, GuardCheck, Regression, Worse
 
 _EXAMPLES = 3
 _SHOWN_CHARS = 600
@@ -54,10 +56,12 @@ def check_guard_pattern(guard: PromotionGuard) -> None:
 
 def sample_values(samples: pl.DataFrame, guard: PromotionGuard) -> pl.DataFrame:
     """Columns prompt_id, completion and value (float, null where there is none), one row per sampled completion."""
-    return samples.filter(pl.col("sample") >= 0).select("prompt_id", "completion", _value(guard).cast(pl.Float64).alias("value"))
+    return samples.filter(pl.col("sample") >= 0).select(
+        "prompt_id", "completion", _sample_value(guard).cast(pl.Float64).alias("value")
+    )
 
 
-def _value(guard: PromotionGuard) -> pl.Expr:
+def _sample_value(guard: PromotionGuard) -> pl.Expr:
     text = pl.col("completion")
     if guard.metric in (CONTAINS, LACKS):
         found = text.str.contains(guard.pattern) if guard.pattern is not None else pl.lit(value=False)
@@ -77,21 +81,14 @@ def _value(guard: PromotionGuard) -> pl.Expr:
 def compare_guard(
     guard: PromotionGuard, ours: EvalReport, theirs: EvalReport, *, against: str, questions: Mapping[str, str], alpha: float
 ) -> GuardCheck:
-    """Decide whether our model got worse on the prompts of the guard.
+    """Decide whether our model got worse on the prompts of the guard than `theirs`, the champion or the base.
 
-    Args:
-        guard: what is measured, and its limits.
-        ours: evaluation of the new model on the prompts of the guard.
-        theirs: that of the champion or the base on the same prompts.
-        against: champion or base.
-        questions: question by prompt_id, for the examples.
-        alpha: significance level of the test of a guard that is `certain`.
-
-    Raises:
-        DataError: no prompt has a value for both models.
+    `questions` by prompt_id are for the examples; `alpha` is the significance level of the test of a guard that is `certain`.
+    Raises `DataError` where no prompt has a value for both models.
     """
     left, right = (sample_values(pl.read_parquet(report.samples), guard) for report in (ours, theirs))
-    both = _means(left).join(_means(right), on="prompt_id", suffix="_theirs").drop_nulls().sort("prompt_id")
+    left_means, right_means = (values.group_by("prompt_id").agg(pl.col("value").mean()) for values in (left, right))
+    both = left_means.join(right_means, on="prompt_id", suffix="_theirs").drop_nulls().sort("prompt_id")
     if both.is_empty():
         raise DataError(
             f"no prompt of the guard {guard.name} has a value of {guard.metric} for both models",
@@ -127,10 +124,6 @@ def compare_guard(
     )
 
 
-def _means(values: pl.DataFrame) -> pl.DataFrame:
-    return values.group_by("prompt_id").agg(pl.col("value").mean())
-
-
 def _limits(guard: PromotionGuard) -> str:
     of = " of the length" if guard.metric == COMPLETION_LENGTH else ""
     limits = (("drop", guard.max_drop), ("rise", guard.max_rise))
@@ -153,3 +146,64 @@ def _worst(both: pl.DataFrame, left: pl.DataFrame, right: pl.DataFrame, question
             Worse(question=question[:_SHOWN_CHARS], before=before[:_SHOWN_CHARS], after=after[:_SHOWN_CHARS], change=moved)
         )
     return found
+
+
+def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:
+    """All checks with their values, passed or not; `theirs` is the champion, or the base model if there is no champion."""
+    checks = [_check(TRUNCATED_RATE, ours, theirs, limit=_value(theirs, TRUNCATED_RATE) + promotion.max_truncation_growth)]
+    # Free text has no format.
+    if FORMAT_RATE in ours.metrics and FORMAT_RATE in theirs.metrics:
+        checks.insert(0, _check(FORMAT_RATE, ours, theirs, limit=_value(theirs, FORMAT_RATE) - promotion.max_format_drop))
+    if theirs.label == "champion":
+        longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
+        checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))
+    return checks
+
+
+def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
+    """Stop before any training when nothing ends the completions of the base model.
+
+    Raises:
+        ModelError: a limit cut off a larger share of them than `evaluation.max_truncated`.
+    """
+    share = _value(base, TRUNCATED_RATE)
+    if share <= evaluation.max_truncated:
+        return
+    limit = rollout.max_completion_length
+    raise ModelError(
+        f"a limit cut off {share:.1%} of the base model's completions, evaluation.max_truncated allows "
+        f"{evaluation.max_truncated:.1%}: no end token and no stop string ended them",
+        place=str(base.directory / "report.md"),
+        fix=f"look at them in the report, then raise rollout.max_completion_length ({limit}), or name what ends a completion in "
+        "rollout.stop_token_ids or rollout.stop; evaluation.max_truncated: 1 is for texts without an end of their own",
+    )
+
+
+def find_merge_loss(merged: EvalReport, policy: EvalReport, metric: str) -> Regression:
+    """Whether the merged model is worse than base + adapter on the same prompts with the same seeds, beyond the interval.
+
+    The merge proof compares distributions at a few positions; this compares what is reported, on all prompts. A paired test asks
+    whether base + adapter is better, at the level of one side of the evaluation's interval (0.025 at a confidence of 0.95). This
+    is the largest share of correct merges that it stops. In fact it stops fewer: most completions of the two are the same.
+    """
+    test = compare(policy, merged, metric=metric, alpha=(1.0 - merged.confidence) / 2)
+    theirs = _value(policy, metric)
+    return Regression(
+        metric=metric,
+        against=policy.label,
+        ours=_value(merged, metric),
+        theirs=theirs,
+        limit=theirs,
+        passed=not test.better,
+        p_value=test.p_value,
+    )
+
+
+def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: float) -> Regression:
+    value = _value(ours, metric)
+    passed = value >= limit if metric == FORMAT_RATE else value <= limit
+    return Regression(metric=metric, against=theirs.label, ours=value, theirs=_value(theirs, metric), limit=limit, passed=passed)
+
+
+def _value(report: EvalReport, metric: str) -> float:
+    return report.metrics[metric].value

@@ -20,12 +20,7 @@ FloatArray = NDArray[np.float64]
 
 
 def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval:
-    """Mean over prompts of any quantity, such as a length, with its percentile bootstrap interval (Efron 1979).
-
-    Args:
-        values: one value per prompt, at least one.
-        confidence: level, between 0 and 1.
-    """
+    """Mean over prompts (one value each) of any quantity, with its percentile bootstrap interval (Efron 1979)."""
     assert values.ndim == 1, "one value per prompt"
     assert values.size, "an interval needs at least one prompt"
     mean = float(values.mean())
@@ -49,12 +44,7 @@ def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
 
 
 def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval:
-    """Mean over prompts of a share between 0 and 1, with an interval that always has a width.
-
-    Args:
-        values: share of each prompt's samples, between 0 and 1, at least one prompt.
-        confidence: level, between 0 and 1.
-    """
+    """Mean over prompts (one value each) of a share between 0 and 1, with an interval that always has a width."""
     assert values.size == 0 or (values.min() >= 0.0 and values.max() <= 1.0), "shares lie between 0 and 1"
     plain = mean_interval(values, confidence=confidence)
     if np.ptp(values) == 0.0 and 0.0 < plain.value < 1.0:
@@ -77,18 +67,10 @@ def wilson_interval(rate: float, num_trials: int, confidence: float) -> tuple[fl
 
 
 def pass_at_k(num_samples: int, num_right: NDArray[np.int64], k: int) -> FloatArray:
-    """pass@k of each prompt.
+    """pass@k of each prompt from n samples, c of them right, with 1 <= k <= n; in the shape of `num_right`.
 
     Unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1): drawing k of the n samples without replacement misses all c right ones
     with probability C(n - c, k) / C(n, k).
-
-    Args:
-        num_samples: n, samples per prompt.
-        num_right: c, the number of right samples of each prompt, 0 <= c <= n.
-        k: number of attempts, 1 <= k <= n.
-
-    Returns:
-        One probability per prompt, in the shape of `num_right`.
     """
     assert 1 <= k <= num_samples, f"pass@{k} cannot be estimated from {num_samples} samples"
     wrong = num_samples - np.asarray(num_right, dtype=np.int64)

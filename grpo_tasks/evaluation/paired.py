@@ -106,14 +106,9 @@ def prompt_values(scored: pl.DataFrame, metric: str) -> pl.DataFrame:
 
 
 def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: str, against: str) -> PairedTest:
-    """One-sided paired test on one value per prompt.
+    """One-sided paired test on one value per prompt, the same prompts in the same order; `better` is `p_value <= alpha`.
 
-    Args:
-        ours: one value per prompt.
-        theirs: those of the other model, for the same prompts in the same order.
-        alpha: significance level; `better` is `p_value <= alpha`.
-        metric: name of the metric, for the record.
-        against: label of the other model, for the record.
+    `metric` and `against`, the label of the other model, are for the record.
     """
     assert ours.shape == theirs.shape, "one value per prompt, the same prompts"
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
@@ -147,13 +142,10 @@ def _common_denominator(difference: FloatArray) -> int | None:
 
 
 def _all_flips(steps: NDArray[np.int64]) -> float:
-    """Share of all sign assignments whose sum is at least the observed one.
+    """Share of all sign assignments whose sum is at least the observed one; `steps` in units of 1 / denominator.
 
     The total T of the steps with a positive sign determines the sum, which is 2 T minus a constant. For steps of one size, T /
     size is binomial with probability 1/2; the distribution over all sizes is the convolution of these.
-
-    Args:
-        steps: differences in units of 1 / denominator.
     """
     # Imported here because it takes most of a second, which commands that test nothing should not spend.
     from scipy import stats

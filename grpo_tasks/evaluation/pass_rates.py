@@ -15,18 +15,17 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.answers.extract import extract
-from grpo_tasks.content.markdown import code, table
+from grpo_tasks.content.markdown import as_markdown, code
 from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PromptRow
-from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty, histogram
+from schemas.results.base import Section
+from schemas.results.difficulty import CONFIDENCE, DifficultyReport, StageDifficulty, histogram
 from schemas.tables import PassRates
 
 REPORT = "report.md"
-CONFIDENCE = 0.95
-"""Confidence level of the intervals."""
 _EXAMPLES = 20
 _SHOWN_CHARS = 120
 _SCHEMA = pl.Schema(
@@ -58,7 +57,8 @@ def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     for stage in (one.name for one in config.stages):
         counts = samples.filter(single).group_by("prompt_id")
         rates = counts.agg(pass_rate=pl.col(stage).mean(), samples=pl.col(stage).count().cast(pl.Int64)).sort("prompt_id")
-        bounds = [_bounds(rate, count) for rate, count in rates.select("pass_rate", "samples").iter_rows()]
+        counted = rates.select("pass_rate", "samples").iter_rows()
+        bounds = [(None, None) if rate is None else wilson_interval(rate, count, CONFIDENCE) for rate, count in counted]
         bounded = rates.with_columns(
             pl.Series("pass_rate_low", [low for low, _ in bounds], dtype=pl.Float64),
             pl.Series("pass_rate_high", [high for _, high in bounds], dtype=pl.Float64),
@@ -111,12 +111,6 @@ def _rate(given: object, column: str, place: str) -> float:
     return rate
 
 
-def _bounds(rate: float | None, count: int) -> tuple[float | None, float | None]:
-    if rate is None:
-        return None, None
-    return wilson_interval(rate, count, CONFIDENCE)
-
-
 def _frequent_answers(samples: pl.DataFrame, completion: CompletionConfig) -> pl.DataFrame:
     """For each prompt the answer that most completions give, and the share of completions that give it."""
     found: dict[str, Counter[str]] = {}
@@ -162,13 +156,8 @@ def write_rates(
 ) -> DifficultyReport:
     """Write pass_rates.parquet and report.md into `directory`; the pass rates in a few numbers.
 
-    Args:
-        rates: table of `measured_rates` or `column_rates`.
-        rows: the training rows.
-        config: what the rates were made with.
-        directory: an existing folder.
-        key: content key of the measurement.
-        label: stage whose start was measured, or start.
+    `rates` are those of `measured_rates` or `column_rates` by this config, of these training rows; `label` names the stage whose
+    start was measured, or is `start`.
     """
     measured = config.difficulty.pass_rate_column is None
     report = DifficultyReport(
@@ -189,32 +178,14 @@ def write_rates(
 
 def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[PromptRow]) -> str:
     """The pass rates as Markdown: a histogram for each stage, then the prompts that are never solved."""
-    if report.origin == "column":
-        how = "The pass rates come from a column of the data."
-    else:
-        screened = f", {report.screen} where none of the first {report.screen} is solved" if report.screen else ""
-        how = (
-            f"{report.samples} completions of each training prompt{screened}. A completion is solved when its reward reaches "
-            f"{report.success:.0%} of the full reward. Intervals are Wilson's at {CONFIDENCE:.0%}."
-        )
-    figures = [
-        [
-            one.stage,
-            f"{one.prompts:,}",
-            f"{one.mean.value:.1%}" if one.mean else "unknown",
-            *(f"{count:,}" for count in one.histogram),
-        ]
-        for one in report.stages
-    ]
-    columns = ["stage", "prompts", "mean pass rate", *BINS]
-    parts = ["# Difficulty", how, table(columns, figures, right=columns[1:])]
+    sections = report.sections()
     by_id = {row.prompt_id: row for row in rows}
     for one in report.stages:
-        parts += _never_solved(one.stage, rates, by_id)
-    return "\n\n".join(parts) + "\n"
+        sections += _never_solved(one.stage, rates, by_id)
+    return "# Difficulty\n\n" + as_markdown(sections)
 
 
-def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> list[str]:
+def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> list[Section]:
     """The prompts most likely to have a wrong ground truth: never solved, although the model mostly gives one answer."""
     never = rates.filter((pl.col("stage") == stage) & (pl.col("pass_rate") == 0.0) & (pl.col("prompt_id").is_in(list(by_id))))
     if never.is_empty():
@@ -234,9 +205,10 @@ def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow
                 "" if share is None else f"{share:.0%}",
             ]
         )
-    heading = f"## Never solved by the rewards of stage {stage}: {never.height:,} prompts"
+    title = f"Never solved by the rewards of stage {stage}: {never.height:,} prompts"
     advice = (
         "A prompt that is never solved is too hard for now, or its ground truth is wrong. An answer that the model often gives "
         "points to a wrong ground truth. pass_rates.parquet has all of them."
     )
-    return [heading, advice, table(["row", "prompt", "ground truth", "most frequent answer", "share"], lines, right=["share"])]
+    columns = ("row", "prompt", "ground truth", "most frequent answer", "share")
+    return [Section(title=title, text=advice, columns=columns, rows=lines, right=("share",))]

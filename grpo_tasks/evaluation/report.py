@@ -6,7 +6,6 @@ saves the result.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.content.conversations import fault_of, turn_by_turn
-from grpo_tasks.content.markdown import table
+from grpo_tasks.content.markdown import block, table
 from grpo_tasks.evaluation.intervals import ladder, mean_interval, pass_at_k, rate_interval
 from grpo_tasks.kit.files import replacing
 from schemas.config.completion import CompletionConfig
@@ -58,14 +57,6 @@ _EXAMPLES = 3
 _SHOWN_CHARS = 600
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationMetrics:
-    """The metrics of one evaluation, by their names in schemas/metrics.py EVALUATION, and pass@k by k."""
-
-    metrics: dict[str, Interval]
-    pass_at_k: dict[int, Interval]
-
-
 def score_samples(samples: pl.DataFrame, prompts: Sequence[PromptRow], completion: CompletionConfig) -> pl.DataFrame:
     """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
 
@@ -89,7 +80,9 @@ def score_samples(samples: pl.DataFrame, prompts: Sequence[PromptRow], completio
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
     failed = _failed(samples)
-    texts = samples["completion"].to_list() if failed is None else _without(samples["completion"], failed)
+    texts = samples["completion"].to_list()
+    if failed is not None:
+        texts = ["" if gone else text for text, gone in zip(texts, failed, strict=True)]
     verdicts = [_judge(text, truth[prompt_id], completion) for prompt_id, text in zip(samples["prompt_id"], texts, strict=True)]
     strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
     return samples.with_columns(
@@ -118,11 +111,6 @@ def _failed(samples: pl.DataFrame) -> pl.Series | None:
     return pl.Series("failed", [fault is not None for fault in faults], dtype=pl.Boolean)
 
 
-def _without(texts: pl.Series, failed: pl.Series) -> list[str]:
-    """The texts, empty where a fault has ended the conversation."""
-    return ["" if gone else text for text, gone in zip(texts, failed, strict=True)]
-
-
 def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool | None, bool | None, bool | None]:
     """Strict format, strictly right, leniently right."""
     if completion.is_free_text:
@@ -135,8 +123,8 @@ def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tu
     return found.strict_format, right, lenient
 
 
-def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationMetrics:
-    """All metrics of the evaluation with their intervals over prompts, from a scored table.
+def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> tuple[dict[str, Interval], dict[int, Interval]]:
+    """The metrics of a scored table (schemas/metrics.py EVALUATION), and pass@k by k, with their intervals over prompts.
 
     Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on. A
     metric is the mean over the prompts that have a value; one that no prompt has a value of is left out. With more than one task
@@ -152,10 +140,13 @@ def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationM
     for task in tasks if len(tasks) > 1 else []:
         of_task = _intervals(sampled.filter(pl.col("task") == task), list(TASK_FAMILIES), evaluation)
         metrics |= {member(TASK_FAMILIES[name], task): interval for name, interval in of_task.items()}
-    rungs = _pass_at(_means(sampled, "correct"), evaluation)
-    if rungs:
+    right, samples, level = _means(sampled, "correct") * evaluation.num_samples, evaluation.num_samples, evaluation.confidence
+    rungs: dict[int, Interval] = {}
+    if right.size:
+        counts = right.round().astype(np.int64)
+        rungs = {k: rate_interval(pass_at_k(samples, counts, k), confidence=level) for k in ladder(samples)}
         metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
-    return EvaluationMetrics(metrics=metrics, pass_at_k=rungs)
+    return metrics, rungs
 
 
 def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: EvaluationConfig) -> dict[str, Interval]:
@@ -168,13 +159,6 @@ def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: Evaluation
         if values.size:
             found[name] = interval(values, confidence=evaluation.confidence)
     return found
-
-
-def _pass_at(accuracy: NDArray[np.float64], evaluation: EvaluationConfig) -> dict[int, Interval]:
-    if not accuracy.size:
-        return {}
-    right, num_samples = (accuracy * evaluation.num_samples).round().astype(np.int64), evaluation.num_samples
-    return {k: rate_interval(pass_at_k(num_samples, right, k), confidence=evaluation.confidence) for k in ladder(num_samples)}
 
 
 def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
@@ -203,24 +187,17 @@ def evaluate_samples(
     evaluation: EvaluationConfig,
     rewards: pl.DataFrame | None = None,
 ) -> EvalReport:
-    """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics.
+    """Score `directory`/samples.parquet (schemas/tables.py Samples) in place, write report.md next to it and return the metrics.
 
-    Args:
-        directory: folder with samples.parquet (schemas/tables.py Samples); scoring it twice gives the same table.
-        key: content key of the evaluation.
-        label: base, merged, champion, or a stage's name.
-        model: the evaluated model.
-        prompts: the held-out prompts with their ground truth.
-        completion: what an answer is, and when it is right.
-        evaluation: number of samples, temperature and confidence.
-        rewards: columns with the scores of reward functions, one row per sample in their order; they join the table.
+    Scoring twice gives the same table. `label`: base, merged, champion, or a stage's name. `rewards` are columns with the scores
+    of reward functions, one row per sample in their order; they join the table.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
     scored = score_samples(samples, prompts, completion)
     if rewards is not None:
         scored = scored.with_columns(rewards)
-    metrics = summarise(scored, evaluation)
+    metrics, rungs = summarise(scored, evaluation)
     with replacing(directory / SAMPLES) as unfinished:
         scored.write_parquet(unfinished)
     report = EvalReport(
@@ -233,8 +210,8 @@ def evaluate_samples(
         num_samples=evaluation.num_samples,
         temperature=evaluation.temperature,
         confidence=evaluation.confidence,
-        metrics=metrics.metrics,
-        pass_at_k=metrics.pass_at_k,
+        metrics=metrics,
+        pass_at_k=rungs,
     )
     (directory / REPORT).write_text(write_report(report, scored, prompts), encoding="utf-8")
     return report
@@ -244,43 +221,34 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
     """The evaluation as Markdown: metrics with intervals, then examples of right and wrong completions."""
     truth = {prompt.prompt_id: " or ".join(prompt.truths) for prompt in prompts}
     judged = scored.filter(pl.col("correct").is_not_null())["prompt_id"].n_unique()
+    right = "A completion is strictly right when it has the required format and its answer equals the ground truth."
+    if not judged:
+        right = "No answer is compared with a ground truth, so there is no accuracy."
+    elif judged < report.prompts:
+        right += f" Accuracy is the mean over the {judged} prompts with a ground truth."
+    faults = int(scored["failed"].sum()) if "failed" in scored.columns else 0
+    ended = f" A fault of the environment ended {faults:,} of {scored.height:,} conversations, which count as wrong."
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
         f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "
-        f"{_about_accuracy(judged, report.prompts)}{_about_faults(scored)}\n"
+        f"{right}{ended if faults else ''}\n"
     )
-    metrics = EvaluationMetrics(metrics=report.metrics, pass_at_k=report.pass_at_k)
-    return "\n".join([head, metrics_table(metrics), *_examples(scored, truth)]) + "\n"
+    return "\n".join([head, metrics_table(report), *_examples(scored, truth)]) + "\n"
 
 
-def _about_accuracy(judged: int, prompts: int) -> str:
-    if not judged:
-        return "No answer is compared with a ground truth, so there is no accuracy."
-    right = "A completion is strictly right when it has the required format and its answer equals the ground truth."
-    return right if judged == prompts else f"{right} Accuracy is the mean over the {judged} prompts with a ground truth."
-
-
-def _about_faults(scored: pl.DataFrame) -> str:
-    count = int(scored["failed"].sum()) if "failed" in scored.columns else 0
-    if not count:
-        return ""
-    return f" A fault of the environment ended {count:,} of {scored.height:,} conversations, which count as wrong."
-
-
-def metrics_table(metrics: EvaluationMetrics) -> str:
+def metrics_table(report: EvalReport) -> str:
     """A Markdown table with one row per metric."""
-    rows: list[list[str]] = []
-    for name, interval in metrics.metrics.items():
+    named: dict[str, tuple[str, Interval, str]] = {}
+    for name, interval in report.metrics.items():
         metric = describe_figure(name)
-        rows.append([name, *_shown(name, interval), metric.meaning if metric else ""])
-    for k, interval in metrics.pass_at_k.items():
-        meaning = f"probability that at least one of {k} samples is strictly right"
-        rows.append([f"pass@{k}", *_shown(PASS_AT_K, interval), meaning])
+        named[name] = name, interval, metric.meaning if metric else ""
+    for k, interval in report.pass_at_k.items():
+        named[f"pass@{k}"] = PASS_AT_K, interval, f"probability that at least one of {k} samples is strictly right"
+    rows = []
+    for shown, (name, interval, meaning) in named.items():
+        value, low, high = (figure_text(name, bound) for bound in (interval.value, interval.low, interval.high))
+        rows.append([shown, value, f"{low} to {high}", meaning])
     return table(["metric", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
-
-
-def _shown(name: str, interval: Interval) -> list[str]:
-    return [figure_text(name, interval.value), f"{figure_text(name, interval.low)} to {figure_text(name, interval.high)}"]
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
@@ -304,14 +272,8 @@ def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
         if rows.is_empty():
             continue
         sections.append(f"## {title.capitalize()} completions\n")
-        sections += [_example(row, truth) for row in turn_by_turn(rows).select("prompt_id", "completion").iter_rows()]
+        for prompt_id, completion in turn_by_turn(rows).select("prompt_id", "completion").iter_rows():
+            shown = completion if len(completion) <= _SHOWN_CHARS else completion[:_SHOWN_CHARS] + " ..."
+            known = f", ground truth `{truth[prompt_id]}`" if truth[prompt_id] else ""
+            sections.append(f"`{prompt_id}`{known}:\n\n{block(shown)}\n")
     return sections
-
-
-def _example(row: tuple[str, str], truth: dict[str, str]) -> str:
-    prompt_id, completion = row
-    shown = completion if len(completion) <= _SHOWN_CHARS else completion[:_SHOWN_CHARS] + " ..."
-    # An indented block shows any text literally; a completion may itself contain fences, HTML or headings.
-    block = "\n".join("    " + line for line in shown.splitlines()) or "    (empty)"
-    known = f", ground truth `{truth[prompt_id]}`" if truth[prompt_id] else ""
-    return f"`{prompt_id}`{known}:\n\n{block}\n"

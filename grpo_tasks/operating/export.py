@@ -17,8 +17,8 @@ from pathlib import Path
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS
 from grpo_tasks.tracking.models import download_adapter, fetch_version
-from grpo_tasks.tracking.past_runs import fetch_held_out
 from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
+from grpo_tasks.tracking.store import open_store
 from schemas.config.load import check_recorded
 from schemas.config.model import ModelConfig
 from schemas.config.operations import TrackingConfig
@@ -62,7 +62,7 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
     with _scratch(into) as scratch:
         adapters = [download_adapter(link.version, tracking, scratch / "adapters") for link in links]
         merged = _fetched(links[-1], tracking, scratch / "merged")
-        held_out = fetch_held_out(links[-1].lineage.run_id, tracking, scratch)
+        held_out = open_store(tracking).download(links[-1].lineage.run_id, "data/eval.parquet", scratch)
         if held_out is None:
             raise ModelError(f"the run of {links[-1].version} has no held-out prompts to compare on", place=reference)
         from grpo_tasks.policy.stacked_adapter import prove_stack, stack_adapters, vllm_rank

@@ -9,10 +9,11 @@ describe the difference.
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 
 from grpo_tasks.content.conversations import turn_by_turn
+from grpo_tasks.evaluation.intervals import mean_interval
+from grpo_tasks.evaluation.paired import prompt_values
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.tracking.past_runs import PastRun
@@ -30,15 +31,14 @@ from schemas.metrics import (
     describe_figure,
     member,
 )
+from schemas.results.base import Section
 
 FIGURES = (FORMAT_RATE, ACCURACY, LENIENT_ACCURACY, TRUNCATED_RATE, REWARD)
 """Compared metrics; each is the mean of one column of the sampled completions. The means of the functions that both runs measured
 follow, and the figures of each task where both runs have several."""
 CONFIDENCE = 0.95
-RESAMPLES = 4_000
 FIRST_COLOUR, SECOND_COLOUR = COLOURS[:2]
 _MAX_DISAGREEMENTS = 20
-_SEED = 20_211_031
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,17 @@ class Comparison:
     figures: list[Difference]
     disagreements: list[Disagreement]
 
+    def section(self, first: str, second: str) -> Section:
+        """The figures of the runs, which are called `first` and `second`, with the difference and its interval."""
+        rows = []
+        for row in self.figures:
+            scale, digits, unit = (100, 1, " %") if row.share else (1, 3, "")
+            values = [f"{scale * value:.{digits}f}{unit}" for value in (row.first, row.second)]
+            change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
+            rows.append([row.name, *values, change, f"{low} to {high}"])
+        columns = (first, second, "difference", "interval")
+        return Section(columns=("figure", *columns), rows=rows, right=columns)
+
 
 def compare_runs(first: PastRun, second: PastRun) -> Comparison:
     """Compute the comparison. The same runs give the same result: the bootstrap has a fixed seed."""
@@ -112,38 +123,27 @@ def compare_runs(first: PastRun, second: PastRun) -> Comparison:
 def _differences(first: pl.DataFrame, second: pl.DataFrame) -> list[Difference]:
     """The figures that both runs measured, over all prompts and then for each task."""
     functions = sorted(name for name in first.columns if PromotionConfig.decides_by(name))
-    found = [_difference(name, column_of(name), first, second) for name in (*FIGURES, *functions)]
+    found = [_difference(name, name, first, second) for name in (*FIGURES, *functions)]
     both_have_tasks = "task" in first.columns and "task" in second.columns
     tasks = sorted({*first["task"], *second["task"]}) if both_have_tasks else []
     for task in tasks if len(tasks) > 1 else []:
         left, right = (samples.filter(pl.col("task") == task) for samples in (first, second))
-        found += [_difference(member(family, task), column_of(name), left, right) for name, family in TASK_FAMILIES.items()]
+        found += [_difference(member(family, task), name, left, right) for name, family in TASK_FAMILIES.items()]
     return [one for one in found if one is not None]
 
 
-def _difference(name: str, column: str, first: pl.DataFrame, second: pl.DataFrame) -> Difference | None:
-    """Mean difference over prompts, with a percentile bootstrap interval over prompts; None where no prompt has both values."""
-    if column not in first.columns or column not in second.columns:
+def _difference(name: str, of: str, first: pl.DataFrame, second: pl.DataFrame) -> Difference | None:
+    """The difference of the metric `of` with its interval over prompts; None where no prompt has both values."""
+    if column_of(of) not in first.columns or column_of(of) not in second.columns:
         return None
-    both = _by_prompt(first, column).join(_by_prompt(second, column), on="prompt_id", suffix="_second").drop_nulls()
+    both = prompt_values(first, of).join(prompt_values(second, of), on="prompt_id", suffix="_second").drop_nulls()
     if both.is_empty():
         return None
     both = both.sort("prompt_id")
     values, others = both["value"].to_numpy(), both["value_second"].to_numpy()
-    change = others - values
-    rng = np.random.default_rng(_SEED)
-    # [resample, prompt] -> mean over prompts -> [resample]
-    means = change[rng.integers(0, len(change), (RESAMPLES, len(change)))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    metric = describe_figure(name)
+    found, metric = mean_interval(others - values, confidence=CONFIDENCE), describe_figure(name)
     share = metric is not None and metric.unit == "share"
-    return Difference(name, float(values.mean()), float(others.mean()), float(change.mean()), float(low), float(high), share)
-
-
-def _by_prompt(samples: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Columns prompt_id and value, the mean of the sampled completions; greedy ones (sample -1) do not count."""
-    sampled = samples.filter(pl.col("sample") >= 0)
-    return sampled.group_by("prompt_id").agg(pl.col(column).mean().cast(pl.Float64).alias("value"))
+    return Difference(name, float(values.mean()), float(others.mean()), found.value, found.low, found.high, share)
 
 
 def _disagreements(first: PastRun, second: PastRun) -> list[Disagreement]:

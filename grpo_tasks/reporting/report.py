@@ -3,8 +3,8 @@
 It reads the results and the folders of the steps only. What this module does not do: upload the page (tracking/records.py).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import polars as pl
 import yaml
 
 from grpo_tasks.content.conversations import turn_by_turn
-from grpo_tasks.content.markdown import table
+from grpo_tasks.content.markdown import as_markdown, table
 from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.reporting.compare import Comparison, compare_runs
 from grpo_tasks.reporting.page import picture, render
@@ -20,7 +20,6 @@ from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.past_runs import find_rejection_run, load_past_run
-from grpo_tasks.tracking.shown.headline import guards_markdown
 from schemas.config.run import RunConfig
 from schemas.metrics import (
     ENERGY,
@@ -35,8 +34,8 @@ from schemas.metrics import (
     figure_text,
 )
 from schemas.results.data import DataReport
-from schemas.results.difficulty import BINS, DifficultyReport
-from schemas.results.evaluation import EvalReport
+from schemas.results.difficulty import DifficultyReport
+from schemas.results.evaluation import EvalReport, guard_sections
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PublishedFacts
@@ -47,8 +46,6 @@ _TASK_PREFIXES = tuple(family.removesuffix("*") for family in TASK_FAMILIES.valu
 _MAX_REJECTED = 20
 _MAX_SAMPLES = 4
 _MAX_LEFT_OUT = 20
-
-_MEASURED = ("tokens", "gpu_hours", "energy_wh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +103,20 @@ def write_html(run: RunResults, directory: Path) -> Path:
     curves = picture(plot_overview(journals, directory / "curves.png"))
     page = render(
         "report.html",
-        config=run.config,
+        **{one.name: getattr(run, one.name) for one in fields(run)},
         config_yaml=yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
-        run_id=run.run_id,
-        flow_run_id=run.flow_run_id,
         commit=describe_environment().git_commit or "unknown",
-        decision=run.decision,
-        evaluations=run.evaluations,
         figures=figures_of(run.evaluations),
         figure_text=figure_text,
         stage_metrics=STAGE_METRICS,
-        stages=run.stages,
         events=[event for stage in run.stages for event in events_of(stage)],
         curves=curves,
         samples=samples_of(run),
-        data=run.data,
         sources=run.data.sources,
         rejected=pl.read_parquet(run.data.directory / QUARANTINE).head(_MAX_REJECTED).to_dicts(),
-        lab=run.lab,
-        difficulty=run.difficulty,
-        bins=BINS,
         left_out=left_out_of(run),
-        proof=run.proof,
         costs=costs_of(run),
-        baseline=run.baseline,
         has_grpo=has_grpo(run.config),
-        sections=run.sections,
     )
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -143,37 +128,33 @@ def markdown(run: RunResults) -> str:
     decision = run.decision
     names = figures_of(run.evaluations)
     figures = [name.replace("_", " ") for name in names]
-    models = [[report.label, *(_shown(report, name) for name in names)] for report in run.evaluations]
+    models = []
+    for one in run.evaluations:
+        known = [figure_text(name, one.metrics[name].value) if name in one.metrics else "" for name in names]
+        models.append([one.label, *known])
     costs = ["seconds", "tokens", "GPU hours", "energy (Wh)"]
+    cost_rows = [
+        [
+            cost.step,
+            f"{cost.seconds:.1f}",
+            "" if cost.tokens is None else f"{cost.tokens:,.0f}",
+            "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}",
+            "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f}",
+        ]
+        for cost in costs_of(run)
+    ]
     sections = [
         f"# {run.config.name}",
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
         table(["model", *figures], models, right=figures),
-        *filter(None, [guards_markdown(decision.guards).strip()]),
+        *filter(None, [as_markdown(guard_sections(decision.guards)).strip()]),
         f"{run.data.rows} rows read, {run.data.quarantined} rejected.",
         *(f"{step}: {text.strip()}" for step, text in run.sections.items()),
         *(f"Stage {stage.stage}: {stage.kept.summary()}." for stage in run.stages if stage.kept is not None),
-        table(["step", *costs], [_cost_row(cost) for cost in costs_of(run)], right=costs),
+        table(["step", *costs], cost_rows, right=costs),
         f"Full report: `report/report.html` in the artifacts of the MLflow run {run.run_id}.",
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _cost_row(cost: Cost) -> list[str]:
-    return [
-        cost.step,
-        f"{cost.seconds:.1f}",
-        "" if cost.tokens is None else f"{cost.tokens:,.0f}",
-        "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}",
-        "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f}",
-    ]
-
-
-def _shown(report: EvalReport, name: str) -> str:
-    found = report.metrics.get(name)
-    if found is None:
-        return ""
-    return figure_text(name, found.value)
 
 
 def figures_of(evaluations: Sequence[EvalReport]) -> list[str]:
@@ -192,15 +173,13 @@ def costs_of(run: RunResults) -> list[Cost]:
         *(_stage_cost(stage) for stage in run.stages),
         Cost("merge_adapter", run.proof.seconds),
     ]
-    return [
-        *steps,
-        Cost("total", sum(cost.seconds for cost in steps), *(_total(steps, name) for name in _MEASURED)),
-    ]
 
+    def total(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) if known else None
 
-def _total(costs: Sequence[Cost], name: str) -> float | None:
-    known = [value for cost in costs if (value := getattr(cost, name)) is not None]
-    return sum(known) if known else None
+    measured = [total(getattr(cost, name) for cost in steps) for name in ("tokens", "gpu_hours", "energy_wh")]
+    return [*steps, Cost("total", sum(cost.seconds for cost in steps), *measured)]
 
 
 def _stage_cost(stage: StageResult) -> Cost:
@@ -240,9 +219,15 @@ def samples_of(run: RunResults) -> dict[str, list[Pair]]:
     }
     before, after = (_first(by_label[label]) for label in ("base", "merged"))
     both = before.join(after, on="prompt_id", suffix="_after").sort("prompt_id")
-    return {
-        kind: [_pair(row, truth) for row in rows.head(_MAX_SAMPLES).iter_rows(named=True)] for kind, rows in _kinds(both).items()
-    }
+
+    def pair(row: dict[str, Any]) -> Pair:
+        question, answer = truth[row["prompt_id"]]
+        verdicts = [_verdict(row[f"correct{end}"], row[f"{REWARD}{end}"]) for end in ("", "_after")]
+        return Pair(
+            row["prompt_id"], question, answer or "", row["completion"], verdicts[0], row["completion_after"], verdicts[1]
+        )
+
+    return {kind: [pair(row) for row in rows.head(_MAX_SAMPLES).iter_rows(named=True)] for kind, rows in _kinds(both).items()}
 
 
 def _kinds(both: pl.DataFrame) -> dict[str, pl.DataFrame]:
@@ -267,20 +252,6 @@ def _first(report: EvalReport) -> pl.DataFrame:
     return rows.select("prompt_id", "completion", "correct", reward)
 
 
-def _pair(row: dict[str, Any], truth: dict[str, tuple[str, str | None]]) -> Pair:
-    prompt_id = str(row["prompt_id"])
-    question, answer = truth[prompt_id]
-    return Pair(
-        prompt_id,
-        question,
-        answer or "",
-        str(row["completion"]),
-        _verdict(row["correct"], row[REWARD]),
-        str(row["completion_after"]),
-        _verdict(row["correct_after"], row[f"{REWARD}_after"]),
-    )
-
-
 def _verdict(correct: bool | None, reward: float | None) -> str:
     if correct is None:
         return "not judged" if reward is None else f"reward {reward:.3g}"
@@ -293,15 +264,7 @@ def has_grpo(config: RunConfig) -> bool:
 
 
 def against_rejection(config: RunConfig, run_id: str, data_digest: str) -> Comparison | None:
-    """The run of rejection sampling first, this run second; None where the run has no GRPO, or MLflow no baseline.
-
-    The baseline is the newest such run that MLflow has.
-
-    Args:
-        config: of this run.
-        run_id: of this run; its merged model was evaluated.
-        data_digest: of the data that both trained on.
-    """
+    """The newest run of rejection sampling on these data, then this run; None where this has no GRPO, or MLflow no such run."""
     if not has_grpo(config):
         return None
     baseline = find_rejection_run(data_digest, config.tracking)

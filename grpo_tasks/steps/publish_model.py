@@ -5,24 +5,22 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_tasks.content.markdown import table
+from grpo_tasks.content.markdown import as_markdown
+from grpo_tasks.evaluation.guards import find_merge_loss, find_regressions
 from grpo_tasks.evaluation.paired import compare, deciding_metric
-from grpo_tasks.evaluation.regressions import find_merge_loss, find_regressions
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
-from grpo_tasks.tracking.publishing import Decision, publish
+from grpo_tasks.tracking.publishing import prepare_publishing, publish
 from grpo_tasks.tracking.registry import publish_lock
-from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.tracking.served.proof import ServedSpec
-from grpo_tasks.tracking.shown.headline import guards_markdown
-from schemas.config.evaluation import PromotionConfig
 from schemas.config.run import RunConfig
-from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
+from schemas.results.base import Section
+from schemas.results.evaluation import EvalReport, GuardCheck
 from schemas.results.model import MergeProof
-from schemas.results.publication import Publication
+from schemas.results.publication import Publication, PublishedFacts
 
 
 @step(reads="promotion", cached=False)
@@ -62,8 +60,7 @@ def publish_model(
             prove=partial(_prove, work.directory),
             require_wanted=work.run.require_wanted,
         )
-    work.artifact("publication", _markdown(name, decision, tests, regressions, promotion) + guards_markdown(guards))
-    return Publication(
+    publication = Publication(
         key=work.key,
         directory=work.directory,
         seconds=time.perf_counter() - began,
@@ -78,6 +75,11 @@ def publish_model(
         awaits_approval=decision.awaits_approval,
         obstacle=decision.obstacle,
     )
+    verdict = "Promoted" if decision.champion else "Passed" if decision.awaits_approval else "Not promoted"
+    said = Section(text=f"{verdict}: {decision.reason}")
+    sections = [said, *PublishedFacts.of(publication).sections(promotion.alpha)]
+    work.artifact("publication", f"# {name} version {decision.version}\n\n{as_markdown(sections)}")
+    return publication
 
 
 def _log(directory: Path, spec: LogSpec) -> None:
@@ -91,39 +93,3 @@ def _prove(directory: Path, spec: ServedSpec) -> None:
     folder.mkdir(exist_ok=True)
     spec.save(folder / SPEC)
     run_module("grpo_tasks.tracking.served.proof", folder)
-
-
-def _markdown(
-    name: str,
-    decision: Decision,
-    tests: Sequence[PairedTest],
-    regressions: Sequence[Regression],
-    promotion: PromotionConfig,
-) -> str:
-    paired = [
-        [f"against {test.against}", test.metric, f"{test.difference:+.4f}", f"{test.p_value:.4g}", _yes(test.better)]
-        for test in tests
-    ]
-    limits = [
-        [
-            f"{check.metric} against {check.against}",
-            f"{check.ours:.4g}",
-            f"{check.theirs:.4g}",
-            f"{check.limit:.4g}" if check.p_value is None else f"p = {check.p_value:.2g}",
-            _yes(check.passed),
-        ]
-        for check in regressions
-    ]
-    sections = [
-        f"# {name} version {decision.version}",
-        f"{'Promoted' if decision.champion else 'Not promoted' if not decision.awaits_approval else 'Passed'}: {decision.reason}",
-        table(
-            [f"paired test, alpha {promotion.alpha:g}", "metric", "difference", "p", "better"], paired, right=["difference", "p"]
-        ),
-        table(["must not be worse in", "ours", "theirs", "limit", "passed"], limits, right=["ours", "theirs", "limit"]),
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -23,16 +23,17 @@ def validate_data(work: Work, config: RunConfig, rows: PreparedData) -> DataRepo
             Origin(work.key, work.directory, 0.0, rows.sources),
             warn=run_logger().warning,
         )
-        work.table("validation-rows", _counts(report))
+        counts = {
+            "read": report.rows,
+            "to train on": report.train_rows,
+            "held out": report.eval_rows,
+            "rejected": report.quarantined,
+        }
+        known = [(what, count, "") for what, count in counts.items()]
+        known += [(f"rejected by {rule.rule}", rule.rows, rule.meaning) for rule in report.rules if rule.rows]
+        work.table("validation-rows", [{"what": what, "rows": count, "meaning": meaning} for what, count, meaning in known])
         return report
     finally:
         # Also, and above all, when too many rows are bad.
         if (work.directory / REPORT).exists():
             work.artifact("validation", (work.directory / REPORT).read_text(encoding="utf-8"))
-
-
-def _counts(report: DataReport) -> list[dict[str, str | float]]:
-    split = {"read": report.rows, "to train on": report.train_rows, "held out": report.eval_rows, "rejected": report.quarantined}
-    counts: list[dict[str, str | float]] = [{"what": what, "rows": rows, "meaning": ""} for what, rows in split.items()]
-    broken = [rule for rule in report.rules if rule.rows]
-    return counts + [{"what": f"rejected by {rule.rule}", "rows": rule.rows, "meaning": rule.meaning} for rule in broken]

@@ -11,8 +11,8 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ MAX_KEY = 250
 STAGE_SECTIONS = ("model", "data", "validation", "completion", "rollout", "interaction", "difficulty")
 """Sections of the config that shape every stage. `rewards` is not one of them: a stage has only those that it uses."""
 _CODE = ("flows", "grpo_tasks", "schemas", "deploy")
-_MAIN_PACKAGES = ("torch", "transformers", "peft", "accelerate", "mlflow", "prefect", "polars", "grpo-pipeline")
+MAIN_PACKAGES = ("torch", "transformers", "peft", "accelerate", "mlflow", "prefect", "polars", "grpo-pipeline")
+"""The packages that a result depends on most."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -54,15 +55,12 @@ def stage_params(config: RunConfig, stage: str) -> dict[str, str]:
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    children: Mapping[str, Any] | None = None
-    if isinstance(node, dict) and node:
-        children = node
-    elif isinstance(node, list) and any(isinstance(item, dict | list) for item in node):
-        children = {str(index): item for index, item in enumerate(node)}
-    if children is None:
+    if isinstance(node, list) and any(isinstance(item, dict | list) for item in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict) or not node:
         yield prefix, node
         return
-    for key, value in children.items():
+    for key, value in node.items():
         yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
@@ -101,23 +99,16 @@ class Environment:
         git = {"mlflow.source.git.commit": self.git_commit} if self.git_commit else {}
         return git | {"git.commit": self.git_commit or "none", "git.dirty": str(self.git_dirty).lower()}
 
-    def main_packages(self) -> dict[str, str]:
-        """Versions of the packages that a result depends on most."""
-        return {name: self.packages[name] for name in _MAIN_PACKAGES if name in self.packages}
-
-    def to_json(self) -> str:
-        """Everything, for the artifact environment.json."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Environment":
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
-
 
 def describe_environment() -> Environment:
     """Read the state of the checkout and the versions of the installed distributions."""
-    packages = {name.lower(): version for name, version in map(_name_and_version, metadata.distributions()) if name}
+    packages = {}
+    for found in metadata.distributions():
+        # From the head of its metadata; `found.name` would parse all of it, twice.
+        head = (found.read_text("METADATA") or found.read_text("PKG-INFO") or "").partition("\n\n")[0]
+        fields = {key.lower(): value.strip() for key, _, value in (line.partition(":") for line in head.splitlines())}
+        if name := fields.get("name"):
+            packages[name.lower()] = fields.get("version", "")
     return Environment(
         git_commit=_git("rev-parse", "HEAD"),
         git_dirty=bool(_git("status", "--porcelain", "--", *_CODE)),
@@ -125,14 +116,6 @@ def describe_environment() -> Environment:
         platform=platform.platform(),
         packages=dict(sorted(packages.items())),
     )
-
-
-def _name_and_version(found: metadata.Distribution) -> tuple[str, str]:
-    """Name and version of a distribution from the head of its metadata; `found.name` would parse all of it, twice."""
-    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
-    head = text.partition("\n\n")[0]
-    name, version = (re.search(rf"^{key}:[ \t]*(.*)$", head, re.MULTILINE | re.IGNORECASE) for key in ("Name", "Version"))
-    return name[1].strip() if name else "", version[1].strip() if version else ""
 
 
 def _git(*arguments: str) -> str:

@@ -8,12 +8,11 @@ files and tables are replaced.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import polars as pl
-from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
@@ -23,11 +22,12 @@ from schemas.secret import hide_written
 MARKER = "grpo.recorded"
 """Tag with the markers of what is recorded, one a line; more than a tag holds continue in MARKER.2, MARKER.3 ..."""
 _MARKER_CHARS = 5_000
-_PARAMS_PER_CALL = 100
-_METRICS_PER_CALL = 1_000
+MAX_METRICS = 1_000
+"""Most metrics that MLflow takes in one call; of parameters and of tags it takes a hundred."""
 _BYTES_PER_CALL = 500_000
 _SHOWN_CHARS = 2_000
 
+T = TypeVar("T")
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -44,11 +44,6 @@ class RunHandle:
         self._markers = _markers(run.data.tags)
         self._on_wake = on_wake
         self._awake = False
-
-    @property
-    def awake(self) -> bool:
-        """Whether this handle has written anything."""
-        return self._awake
 
     def wake(self) -> None:
         """Set the status to RUNNING. Every method that writes calls this first."""
@@ -69,20 +64,16 @@ class RunHandle:
         self.status = status
         self._awake = False
 
-    def has(self, marker: str) -> bool:
-        """Whether this work was recorded completely."""
-        return marker in self._markers
-
     def once(self, marker: str, work: Callable[[], None]) -> bool:
-        """Run repeatable work unless it is recorded; True when it ran now."""
-        if self.has(marker):
+        """Run repeatable work unless it was recorded completely; True when it ran now."""
+        if marker in self._markers:
             return False
         # Without the lock, two processes that record one run could both find a table missing and both append to it. Sixteen locks
         # shared by all runs, so that lock files do not accumulate.
         with self.store.lock(f"record-{self.run_id[:1]}", who=f"a process that records the run {self.run_id}"):
             # The other process may have recorded it while this one waited.
-            self._markers |= self._recorded()
-            if self.has(marker):
+            self._markers |= _markers(self.store.ask(lambda client: client.get_run(self.run_id)).data.tags)
+            if marker in self._markers:
                 return False
             self.wake()
             work()
@@ -90,14 +81,10 @@ class RunHandle:
             self.tags(_marker_tags(self._markers))
         return True
 
-    def _recorded(self) -> set[str]:
-        """The run's markers in the store."""
-        return _markers(self.store.ask(lambda client: client.get_run(self.run_id)).data.tags)
-
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags. Existing tags of the same name are overwritten."""
         self.wake()
-        for batch in _batches(tags.items()):
+        for batch in batches(tags.items(), _weight, _BYTES_PER_CALL):
             self._send(tags=[RunTag(key, hide_written(value)) for key, value in batch])
 
     def params(self, params: Mapping[str, str]) -> None:
@@ -105,7 +92,7 @@ class RunHandle:
         self.wake()
         params = {key: hide_written(value) for key, value in params.items()}
         new = {key: value for key, value in params.items() if key not in self._params}
-        for batch in _batches(new.items()):
+        for batch in batches(new.items(), _weight, _BYTES_PER_CALL):
             self._send(params=[Param(key, value) for key, value in batch])
         changed = {f"param.{key}"[:250]: value for key, value in params.items() if self._params.get(key, value) != value}
         self._params |= new
@@ -117,11 +104,10 @@ class RunHandle:
         self.log_metrics([Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()])
 
     def log_metrics(self, metrics: list[Metric]) -> None:
-        """Log metric entities, a thousand per call."""
-        if metrics:
+        """Log metric entities."""
+        for batch in batches(metrics, lambda _: 1, MAX_METRICS):
             self.wake()
-        for start in range(0, len(metrics), _METRICS_PER_CALL):
-            self._send(metrics=metrics[start : start + _METRICS_PER_CALL])
+            self._send(metrics=batch)
 
     def _send(self, *, metrics: Sequence[Metric] = (), params: Sequence[Param] = (), tags: Sequence[RunTag] = ()) -> None:
         self.store.ask(lambda client: client.log_batch(self.run_id, metrics=metrics, params=params, tags=tags))
@@ -151,21 +137,18 @@ class RunHandle:
         # Not mlflow's log_table, which appends to a table that is there. Its format, and the tag by which the UI finds it:
         text = pd.DataFrame(_columns(frame)).to_json(orient="split", index=False, date_format="iso")
         self.text(text, name)
-        self.store.ask(lambda client: _enter_table(client, self.run_id, name))
-
-
-def _enter_table(client: MlflowClient, run_id: str, name: str) -> None:
-    known = json.loads(client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
-    entry = {"path": name, "type": "table"}
-    if entry not in known:
-        client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*known, entry]))
+        known = json.loads(
+            self.store.ask(lambda client: client.get_run(self.run_id)).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]")
+        )
+        if (entry := {"path": name, "type": "table"}) not in known:
+            self.tags({MLFLOW_LOGGED_ARTIFACTS: json.dumps([*known, entry])})
 
 
 def _markers(tags: Mapping[str, str]) -> set[str]:
-    texts = [text for tag, text in tags.items() if tag == MARKER or tag.startswith(f"{MARKER}.")]
-    # Runs of earlier versions have a tag for each marker.
-    single = {tag.removeprefix(f"{MARKER}.") for tag, text in tags.items() if tag.startswith(f"{MARKER}.") and text == "true"}
-    return single | {marker for text in texts if text != "true" for marker in text.split("\n")}
+    ours = {tag: text for tag, text in tags.items() if f"{tag}.".startswith(f"{MARKER}.")}
+    # Runs of earlier versions have a tag `MARKER.NAME` with the text `true` for each marker.
+    lists = (tag.removeprefix(f"{MARKER}.") if text == "true" else text for tag, text in ours.items())
+    return {marker for names in lists for marker in names.split("\n")}
 
 
 def _marker_tags(markers: set[str]) -> dict[str, str]:
@@ -179,31 +162,32 @@ def _marker_tags(markers: set[str]) -> dict[str, str]:
 
 def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:
     """Columns of plain JSON values; nested values become JSON text."""
-    columns: dict[str, list[object]] = {}
-    for series in frame:
-        values: list[object] = series.to_list()
-        if series.dtype.is_nested():
-            values = [None if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in values]
-        columns[series.name] = [_shorten(value) for value in values]
-    return columns
+
+    def shown(value: object, *, nested: bool) -> object:
+        if nested and value is not None:
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str) and len(value) > _SHOWN_CHARS:
+            return f"{value[:_SHOWN_CHARS]} ... ({len(value)} characters)"
+        return value
+
+    return {series.name: [shown(value, nested=series.dtype.is_nested()) for value in series.to_list()] for series in frame}
 
 
-def _shorten(value: object) -> object:
-    if isinstance(value, str) and len(value) > _SHOWN_CHARS:
-        return f"{value[:_SHOWN_CHARS]} ... ({len(value)} characters)"
-    return value
-
-
-def _batches(pairs: Iterable[tuple[str, str]]) -> Iterable[list[tuple[str, str]]]:
-    """At most a hundred pairs per call, and less than MLflow's limit of a megabyte even if every character is escaped."""
-    batch: list[tuple[str, str]] = []
+def batches(items: Iterable[T], weigh: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in their order, cut into lists that weigh at most `most`."""
+    batch: list[T] = []
     size = 0
-    for key, value in pairs:
-        weight = len(json.dumps([key, value]))
-        if batch and (len(batch) == _PARAMS_PER_CALL or size + weight > _BYTES_PER_CALL):
+    for item in items:
+        weight = weigh(item)
+        if batch and size + weight > most:
             yield batch
             batch, size = [], 0
-        batch.append((key, value))
+        batch.append(item)
         size += weight
     if batch:
         yield batch
+
+
+def _weight(pair: tuple[str, str]) -> int:
+    """Bytes, escaped as far as possible; at least so many that no call has more than a hundred pairs, as MLflow demands."""
+    return max(len(json.dumps(pair)), _BYTES_PER_CALL // 100)

@@ -10,10 +10,10 @@ right even after a kill between a call and its reply. An unreachable store only 
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
 
 import tenacity
 from mlflow.entities import Metric, RunTag
@@ -26,30 +26,26 @@ from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
 from grpo_tasks.stage.journal import JOURNAL_KEYS, JsonLinesTail, read_events
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.handle import MAX_METRICS, RunHandle, batches
 from grpo_tasks.tracking.store import FAULTS, Store, at_the_end, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
-MAX_BATCH = 1_000
-"""Most metrics that MLflow takes in one call."""
 FINAL = "final/"
 """Prefix of the figures of a finished stage. They are not steps of the journal."""
 _TAG_CHARS = 2_000
 
-_log = logging.getLogger(__name__)
-
-
 SYSTEM = "system/"
-"""Prefix of these metrics. They are not steps of the journal."""
-EVERY_S = 10.0
+"""Prefix of the figures of the machine. They are not steps of the journal either."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Machine:
     """Samples the machine, at most once in `every_s` seconds; the first sample is taken that long after the start."""
 
-    every_s: float = EVERY_S
+    every_s: float = 10.0
     _sampled_s: float = field(default_factory=time.monotonic)
     _monitors: list[BaseMetricsMonitor] | None = None
 
@@ -59,38 +55,16 @@ class Machine:
             return {}
         self._sampled_s = time.monotonic()
         if self._monitors is None:
-            self._monitors = _monitors()
+            self._monitors = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+            # Without nvidia-ml-py, or without a card.
+            with suppress(ImportError, MlflowException, RuntimeError):
+                self._monitors.append(GPUMonitor())
         figures: dict[str, float] = {}
         for monitor in self._monitors:
             monitor.collect_metrics()
             figures |= {f"{SYSTEM}{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
             monitor.clear_metrics()
         return figures
-
-
-def _monitors() -> list[BaseMetricsMonitor]:
-    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    try:
-        monitors.append(GPUMonitor())
-    except (ImportError, MlflowException, RuntimeError):
-        # Without nvidia-ml-py, or without a card.
-        return monitors
-    return monitors
-
-
-@dataclass(frozen=True, slots=True)
-class JournalLine:
-    """One update."""
-
-    step: int
-    timestamp_ms: int
-    metrics: dict[str, float]
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
-        """From an object of the journal; a metric without a value is left out."""
-        metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
-        return cls(step=fields["step"], timestamp_ms=fields["timestamp_ms"], metrics=metrics)
 
 
 @dataclass(slots=True)
@@ -107,7 +81,8 @@ class JournalShipper:
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
-    _waiting: list[JournalLine] = field(default_factory=list)
+    _waiting: dict[int, list[Metric]] = field(default_factory=dict)
+    """By step. Of two lines of one step the first stays, as in the journal itself."""
     _sent_events: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,7 +94,10 @@ class JournalShipper:
         Raises:
             TrackingError: the store replied and refused.
         """
-        self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
+        for line in self._tail.read():
+            step, timestamp_ms, known = line["step"], line["timestamp_ms"], line["metrics"].items()
+            metrics = [Metric(name, float(value), timestamp_ms, step) for name, value in known if value is not None]
+            self._waiting.setdefault(step, metrics)
         try:
             with at_the_end():
                 self.check()
@@ -133,11 +111,6 @@ class JournalShipper:
             _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False
         return True
-
-    @property
-    def last_step(self) -> int:
-        """Number of the last step that the store is known to have; 0 before the first."""
-        return self._last_step or 0
 
     def finish(self, *, timeout_s: float | None = None) -> None:
         """Ship until every line is in the store, for at most `timeout_s` seconds (default: the store's patience).
@@ -161,7 +134,9 @@ class JournalShipper:
             ) from error
 
     def _send(self) -> None:
-        events = {name: text for name, text in _event_tags(self.stage_dir).items() if self._sent_events.get(name) != text}
+        lines = read_events(StageDir(self.stage_dir).events)
+        latest = {f"grpo.event.{line['event']}": f"update {line['step']}: {line['detail']}"[:_TAG_CHARS] for line in lines}
+        events = {name: text for name, text in latest.items() if self._sent_events.get(name) != text}
         if not self._waiting and not events:
             return
         run = self._run = self._run or self.open_child()
@@ -171,49 +146,19 @@ class JournalShipper:
             self.store.client.log_batch(run.run_id, tags=[RunTag(name, text) for name, text in events.items()])
             self._sent_events |= events
         if self._last_step is None:
-            self._last_step = _find_last_step(run)
-        self._waiting = [line for line in self._waiting if line.step > self._last_step]
-        if self._waiting:
+            known = run.store.client.get_run(run.run_id).data.to_proto().metrics
+            steps = (metric.step for metric in known if not metric.key.startswith((FINAL, SYSTEM)))
+            self._last_step = max(steps, default=0)
+        waiting = sorted((step, metrics) for step, metrics in self._waiting.items() if step > self._last_step)
+        if waiting:
             run.wake()
-        for batch in _batches(self._waiting):
-            self.store.client.log_batch(run.run_id, metrics=[metric for line in batch for metric in _metrics(line)])
+        for batch in batches(waiting, lambda line: len(line[1]), MAX_METRICS):
+            self.store.client.log_batch(run.run_id, metrics=[metric for _, metrics in batch for metric in metrics])
             # Set after each batch: if the next call fails, `ship` does not send this one again.
-            self._last_step = batch[-1].step
-        self._waiting = []
-        self._send_machine(run)
-
-    def _send_machine(self, run: RunHandle) -> None:
+            self._last_step = batch[-1][0]
+        self._waiting.clear()
         now = int(time.time() * 1000)
-        sample = [Metric(name, value, now, self.last_step) for name, value in self.machine.sample().items()]
+        sample = [Metric(name, value, now, self._last_step) for name, value in self.machine.sample().items()]
         if sample:
             run.wake()
             self.store.client.log_batch(run.run_id, metrics=sample)
-
-
-def _event_tags(stage_dir: Path) -> dict[str, str]:
-    events = read_events(StageDir(stage_dir).events)
-    return {f"grpo.event.{line['event']}": f"update {line['step']}: {line['detail']}"[:_TAG_CHARS] for line in events}
-
-
-def _find_last_step(run: RunHandle) -> int:
-    latest = run.store.client.get_run(run.run_id).data.to_proto().metrics
-    return max((metric.step for metric in latest if not metric.key.startswith((FINAL, SYSTEM))), default=0)
-
-
-def _metrics(line: JournalLine) -> list[Metric]:
-    return [Metric(name, value, line.timestamp_ms, line.step) for name, value in line.metrics.items()]
-
-
-def _batches(lines: list[JournalLine]) -> Iterator[list[JournalLine]]:
-    """Batches of lines with at most `MAX_BATCH` metrics; steps in order, each once, never split over two batches."""
-    batch: list[JournalLine] = []
-    size = 0
-    # `reversed`: of two lines of one step the first stays, as in the journal itself.
-    for line in sorted({line.step: line for line in reversed(lines)}.values(), key=lambda line: line.step):
-        if batch and size + len(line.metrics) > MAX_BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(line)
-        size += len(line.metrics)
-    if batch:
-        yield batch

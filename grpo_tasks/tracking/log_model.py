@@ -59,10 +59,7 @@ class LogSpec(Result):
 def log_model(spec: LogSpec) -> None:
     """Upload the folder under the model's id. MLflow allows that once per id: after an interrupted upload, use a new id.
 
-    Raises:
-        DamagedError: the folder differs from what the merge proof covers, before or after the upload. The logged model is then
-            deleted.
-        TrackingError: the store cannot be reached or refuses.
+    Raises `DamagedError` where the folder differs from what the merge proof covers, before or after the upload.
     """
     store = open_store(spec.tracking, known=True)
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)

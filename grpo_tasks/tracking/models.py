@@ -50,13 +50,8 @@ class Champion:
     run_id: str
 
 
-def find_champion(name: str, tracking: TrackingConfig) -> Champion | None:
-    """The current champion of a registered model; None when there is no such model or no alias."""
-    return current_champion(open_store(tracking), name)
-
-
 def current_champion(store: Store, name: str) -> Champion | None:
-    """`find_champion` in a store that is open."""
+    """The current champion of a registered model; None when there is no such model or no alias."""
     found = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
     if found is None:
         return None
@@ -64,12 +59,7 @@ def current_champion(store: Store, name: str) -> Champion | None:
 
 
 def check_champion(name: str, tracking: TrackingConfig) -> None:
-    """Refuse, before anything is trained, a champion that a new model could not be compared with.
-
-    Raises:
-        ModelError: this project did not publish the version behind the alias, or its manifest was changed.
-        TrackingError: the store cannot be reached.
-    """
+    """Raise `ModelError`, before anything is trained, where a new model could not be compared with the champion."""
     store = open_store(tracking)
     champion = current_champion(store, name)
     if champion is not None:
@@ -85,12 +75,10 @@ def _comparable(name: str, champion: Champion) -> Iterator[None]:
     except StoreAwayError:
         raise
     except (ModelError, TrackingError) as error:
-        raise type(error)(
-            f"a new model cannot be compared with the champion of {name}, version {champion.version}: {error.message}",
-            place=error.place,
-            fix=f"make another version the champion (grpo rollback {name} --to VERSION), or compare with the base alone "
-            "(grpo run CONFIG --no-champion)",
-        ) from error
+        said = f"a new model cannot be compared with the champion of {name}, version {champion.version}: {error.message}"
+        other = f"make another version the champion (grpo rollback {name} --to VERSION)"
+        fix = f"{other}, or compare with the base alone (grpo run CONFIG --no-champion)"
+        raise type(error)(said, place=error.place, fix=fix) from error
 
 
 def fetch_champion(
@@ -102,7 +90,6 @@ def fetch_champion(
 
     Raises:
         ModelError: this project did not publish the version, or a file differs from what was published.
-        TrackingError: the store cannot be reached.
     """
     champion = current_champion(store or open_store(tracking), name)
     if champion is None:
@@ -112,12 +99,7 @@ def fetch_champion(
 
 
 def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
-    """The model of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, verified and fetched once per version.
-
-    Raises:
-        ModelError: there is no such model, or a file differs from what was published.
-        TrackingError: the store cannot be reached.
-    """
+    """The model of NAME@ALIAS or NAME/VERSION below `directory`, verified (`fetch_version`) and fetched once per version."""
     version = find_version(uri, tracking)
     # The run id is in the name because two stores may both have a version 3 of the same model name.
     target = directory / f"{version.name}-{version.version}-{(version.run_id or 'none')[:8]}"
@@ -128,9 +110,7 @@ def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> Model
 def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) -> Path:
     """The adapter that a version was merged from, below `directory`, verified and fetched once.
 
-    Raises:
-        ModelError: there is no such version, its stage left no adapter, or the file differs from what was recorded.
-        TrackingError: the store cannot be reached.
+    Raises `ModelError` where there is no such version, it has no adapter, or the adapter differs from what was recorded.
     """
     version = find_version(reference, tracking)
     store, run_id = open_store(tracking), version.run_id or ""
@@ -140,16 +120,13 @@ def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) 
     if _is_adapter(target, sha256):
         return target
     shutil.rmtree(target, ignore_errors=True)
-
-    def work(client: MlflowClient) -> bool:
-        stages = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run_id}' and tags.`{SHA_TAG}` = '{sha256}'")
-        holding = [run.info.run_id for run in stages if ADAPTER in {item.path for item in client.list_artifacts(run.info.run_id)}]
-        if holding:
-            with store.as_default(), tempfile.TemporaryDirectory() as folder:
-                shutil.copytree(mlflow.artifacts.download_artifacts(f"runs:/{holding[0]}/{ADAPTER}", dst_path=folder), target)
-        return bool(holding)
-
-    if not (run_id and sha256 and store.ask(work)):
+    ours = f"tags.`mlflow.parentRunId` = '{run_id}' and tags.`{SHA_TAG}` = '{sha256}'"
+    stages = store.ask(lambda client: client.search_runs([experiment], ours)) if run_id and sha256 else []
+    with tempfile.TemporaryDirectory() as folder:
+        found = filter(None, (store.download(run.info.run_id, ADAPTER, Path(folder)) for run in stages))
+        if adapter := next(found, None):
+            shutil.copytree(adapter, target)
+    if not target.exists():
         raise ModelError(f"{name} has no adapter", place=store.uri, fix=f"it is complete: grpo download {reference} DIR")
     if not _is_adapter(target, sha256):
         raise ModelError(f"the adapter of {name} differs from what was recorded (other SHA-256)", place=store.uri)
@@ -169,7 +146,6 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
 
     Raises:
         ModelError: `target` holds other files, there is no manifest, or a file differs from what was published.
-        TrackingError: the store cannot be reached. Calling again resumes the download.
     """
     store = open_store(tracking)
     manifest = read_manifest(store, version)
@@ -220,61 +196,41 @@ def manifest_sha256(manifest: Manifest) -> str:
 
 
 def read_manifest(store: Store, version: ModelVersion) -> Manifest:
-    """The manifest of a version from the store.
-
-    Raises:
-        ModelError: there is none, or it contradicts the registry's tag.
-        TrackingError: the store cannot be reached.
-    """
+    """The manifest of a version from the store. Raises `ModelError` where there is none, or it contradicts the registry's tag."""
     sha256 = version.tags.get(SHA_TAG, "")
-    run = run_of(store, version) if version.run_id and sha256 else None
-    text = stored_manifest(store, run.info.run_id, sha256) if run is not None else None
-    if text is None and run is not None:
+    of = f"version {version.version} of {version.name}"
+    if not version.run_id or not sha256:
         raise ModelError(
-            f"version {version.version} of {version.name} has no manifest any more: it is not where MLflow has left it",
-            place=f"{run.info.artifact_uri}/{manifest_path(sha256)}",
-            fix="put the artifacts back, or run its config again, which uploads them",
-        )
-    if text is None:
-        raise ModelError(
-            f"version {version.version} of {version.name} has no manifest: it was not published by this project",
+            f"{of} has no manifest: it was not published by this project",
             place=store.uri,
             fix=f"mlflow artifacts download -u models:/{version.name}/{version.version}",
+        )
+    run = run_of(store, version)
+    text = store.read(run.info.run_id, manifest_path(sha256))
+    if text is None:
+        raise ModelError(
+            f"{of} has no manifest any more: it is not where MLflow has left it",
+            place=f"{run.info.artifact_uri}/{manifest_path(sha256)}",
+            fix="put the artifacts back, or run its config again, which uploads them",
         )
     manifest = parse_manifest(text)
     if manifest is None or manifest_sha256(manifest) != sha256:
         raise ModelError(
-            f"the manifest of version {version.version} of {version.name} does not agree with the registry (tag {SHA_TAG})",
+            f"the manifest of {of} does not agree with the registry (tag {SHA_TAG})",
             place=f"{store.uri}, run {version.run_id}, {manifest_path(sha256)}",
             fix="do not use this version: its manifest or its tag was changed; publish the model again",
         )
     return manifest
 
 
-def stored_manifest(store: Store, run_id: str, sha256: str) -> str | None:
-    """Text of the manifest of the model with this SHA-256 among a run's artifacts; None when there is none."""
-    path = manifest_path(sha256)
-
-    def work(client: MlflowClient) -> str | None:
-        with store.as_default():
-            known = {item.path for item in client.list_artifacts(run_id, "publication")}
-            return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}")) if path in known else None
-
-    return store.ask(work)
-
-
 def parse_manifest(text: str) -> Manifest | None:
-    """The manifest in a text; None when the text is not a manifest.
-
-    Raises:
-        ModelError: a file name leads out of the model's folder.
-    """
+    """The manifest in a text; None when it is none. Raises `ModelError` where a file name leads out of the model's folder."""
     try:
         manifest: Manifest = json.loads(text)
-        entries = {name: (bytes.fromhex(str(entry["sha256"])), int(entry["size"])) for name, entry in manifest.items()}
+        [(bytes.fromhex(str(entry["sha256"])), int(entry["size"])) for entry in manifest.values()]
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    for name in entries:
+    for name in manifest:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ModelError(f"the manifest names a file outside the model: {name}", fix="do not use this model")
     return manifest
@@ -301,10 +257,9 @@ def _fetch(store: Store, version: ModelVersion, name: str, folder: Path) -> None
     def work(_: MlflowClient) -> str:
         shutil.rmtree(incoming, ignore_errors=True)
         incoming.mkdir()
-        with store.as_default():
-            return str(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(incoming)))
+        return str(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(incoming)))
 
-    arrived = Path(store.ask(work))
+    arrived = Path(store.ask_globally(work))
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     arrived.replace(folder / name)
     shutil.rmtree(incoming)

@@ -1,31 +1,117 @@
-"""A past run from MLflow alone: settings, figures, curves and samples. The run's folder on disk is not needed."""
+"""Runs and versions that MLflow has: lists for `grpo runs` and `grpo models`, and all of a past run, without its folder."""
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import mlflow
 import polars as pl
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow.entities import Run, ViewType
 
 from grpo_tasks.tracking.description import flatten
-from grpo_tasks.tracking.overview import parent_runs
-from grpo_tasks.tracking.registry import find_version
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.registry import find_version, model_names
+from grpo_tasks.tracking.shown.headline import VERSION
+from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.load import check_recorded
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
-from schemas.metrics import CURVES, NUM_TOKENS
+from schemas.metrics import CURVES, HEADLINES, NUM_TOKENS
 
 DATA_DIGEST = "grpo.data_digest"
 _SHOWN_RUNS = 8
+_RUNS_PER_PAGE = 100
+"""A run comes with all its parameters, metrics and tags."""
+_MERGED = "merged/"
+"""Beginning of the names of the merged model's figures in its run."""
 
 Curve = list[tuple[int, float]]
 """(update, value), in order of updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One run of the pipeline or of a single step."""
+
+    run_id: str
+    name: str
+    status: str
+    started: datetime
+    figures: dict[str, float]
+    """The headline figures of the merged model; empty when none was evaluated."""
+    version: str
+    """NAME/VERSION of the model that the run registered; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """One version of a registered model."""
+
+    name: str
+    version: str
+    aliases: list[str]
+    made: datetime
+    run_id: str
+    figures: dict[str, float]
+
+
+def parent_runs(client: MlflowClient) -> Iterator[Run]:
+    """The runs of this project that are no child of another one, newest first: a sweep counts, its runs and stages do not."""
+    experiments = [found.experiment_id for found in pages(lambda token: client.search_experiments(page_token=token))]
+    parents = "tags.`grpo.key` IS NOT NULL AND tags.`mlflow.parentRunId` IS NULL"
+    newest = ["attributes.start_time DESC"]
+    if experiments:
+        yield from pages(
+            lambda token: client.search_runs(
+                experiments, parents, ViewType.ACTIVE_ONLY, max_results=_RUNS_PER_PAGE, order_by=newest, page_token=token
+            )
+        )
+
+
+def recent_runs(tracking: TrackingConfig, limit: int) -> list[RunLine]:
+    """The newest runs, at most `limit`."""
+    found = open_store(tracking).ask(lambda client: list(islice(parent_runs(client), limit)))
+    return [
+        RunLine(
+            run_id=run.info.run_id,
+            name=run.info.run_name or "",
+            status=run.info.status,
+            started=_time(run.info.start_time),
+            figures=_figures(run),
+            version=run.data.tags.get(VERSION, ""),
+        )
+        for run in found
+    ]
+
+
+def registered_versions(tracking: TrackingConfig, name: str | None = None) -> list[ModelLine]:
+    """The versions of all registered models, or of one, newest first. Raises `ModelError` where none has that name."""
+    store = open_store(tracking)
+    names = store.ask(model_names)
+    if name is not None and name not in names:
+        raise ModelError(f"no such model: {name}", place=store.uri, fix=f"registered models: {', '.join(names) or 'none'}")
+    lines = []
+    for one in [name] if name is not None else names:
+        aliases = store.ask(partial(MlflowClient.get_registered_model, name=one)).aliases
+        versions = store.ask(partial(versions_of, name=one))
+        for version in sorted(versions, key=lambda version: -int(version.version)):
+            number, run_id = str(version.version), version.run_id or ""
+            carried = sorted(alias for alias, of in aliases.items() if str(of) == number)
+            run = store.ask(partial(run_or_none, run_id=run_id)) if run_id else None
+            lines.append(ModelLine(one, number, carried, _time(version.creation_timestamp), run_id, _figures(run) if run else {}))
+    return lines
+
+
+def _figures(run: Run) -> dict[str, float]:
+    return {name: run.data.metrics[_MERGED + name] for name in HEADLINES if _MERGED + name in run.data.metrics}
+
+
+def _time(milliseconds: int | None) -> datetime:
+    return datetime.fromtimestamp((milliseconds or 0) / 1000, UTC).astimezone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +134,41 @@ class PastRun:
     tokens: float
     """Tokens of all prompts and completions that its stages trained on or sampled."""
 
-    @property
-    def kinds(self) -> set[str]:
-        """Kinds of its stages."""
-        return _kinds(self.settings)
-
 
 def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
     """The run with this id, beginning of an id, or name (the newest), or behind models:/NAME@ALIAS or NAME@ALIAS.
 
     Raises:
         ModelError: there is no such run, or it did not evaluate a merged model.
-        TrackingError: the store cannot be reached.
     """
     store = open_store(tracking)
     run = _find(store, reference, tracking)
     with tempfile.TemporaryDirectory() as folder:
-        samples = _artifact(store, run, "evaluation/merged/samples.parquet", Path(folder))
-        config = _artifact(store, run, "config.yaml", Path(folder))
+        samples = store.download(run.info.run_id, "evaluation/merged/samples.parquet", Path(folder))
+        config = store.read(run.info.run_id, "config.yaml")
+        held_out = store.download(run.info.run_id, "data/eval.parquet", Path(folder))
         if samples is None or config is None:
             raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a finished run of the pipeline")
-        children = _children(store, run)
+        stages = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.`grpo.stage` != ''"
+        order = ["attributes.start_time ASC"]
+        children = store.ask(lambda client: client.search_runs([run.info.experiment_id], stages, order_by=order))
+        questions = pl.col("prompt").list.last().struct.field("content")
+        known = pl.read_parquet(held_out).select("prompt_id", questions) if held_out else pl.DataFrame()
+
+        def curves(client: MlflowClient, child: Run) -> dict[str, Curve]:
+            histories = {
+                name: client.get_metric_history(child.info.run_id, name) for name in CURVES if name in child.data.metrics
+            }
+            return {name: sorted((point.step, point.value) for point in points) for name, points in histories.items()}
+
         return PastRun(
             run_id=run.info.run_id,
             name=run.info.run_name or run.info.run_id[:8],
-            settings=flatten(check_recorded(config.read_text(encoding="utf-8"), place=f"config.yaml of run {run.info.run_id}")),
+            settings=flatten(check_recorded(config, place=f"config.yaml of run {run.info.run_id}")),
             figures=dict(run.data.metrics),
-            curves={child.data.tags["grpo.stage"]: _curves(store, child) for child in children},
+            curves={child.data.tags["grpo.stage"]: store.ask(partial(curves, child=child)) for child in children},
             samples=pl.read_parquet(samples),
-            prompts=_questions(store, run),
+            prompts=dict(known.iter_rows()),
             data_digest=run.data.tags.get(DATA_DIGEST, ""),
             tokens=sum(child.data.metrics.get(NUM_TOKENS, 0.0) for child in children),
         )
@@ -86,26 +178,12 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
     """Id of the newest finished run that trained by rejection sampling on these data, and had no stage of GRPO."""
 
     def wanted(run: Run) -> bool:
-        kinds = _kinds(run.data.params)
+        kinds = {value for name, value in run.data.params.items() if re.fullmatch(r"stages\.\d+\.kind", name)}
         same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
         return same and "rejection" in kinds and "grpo" not in kinds
 
     found = open_store(tracking).ask(lambda client: next(filter(wanted, parent_runs(client)), None))
     return found.info.run_id if found else None
-
-
-def fetch_held_out(run_id: str, tracking: TrackingConfig, folder: Path) -> Path | None:
-    """The table of a run's held-out prompts, downloaded into `folder`; None when the run has none.
-
-    Raises:
-        TrackingError: the store cannot be reached.
-    """
-    store = open_store(tracking)
-    return _artifact(store, store.ask(lambda client: client.get_run(run_id)), "data/eval.parquet", folder)
-
-
-def _kinds(settings: Mapping[str, str]) -> set[str]:
-    return {value for name, value in settings.items() if re.fullmatch(r"stages\.\d+\.kind", name)}
 
 
 def _is_named(run: Run, name: str) -> bool:
@@ -137,42 +215,3 @@ def _named(client: MlflowClient, reference: str) -> Run | None:
         if named is None and _is_named(run, reference):
             named = run
     return named
-
-
-def _children(store: Store, run: Run) -> list[Run]:
-    condition = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
-    found = store.ask(
-        lambda client: client.search_runs([run.info.experiment_id], condition, order_by=["attributes.start_time ASC"])
-    )
-    return [child for child in found if "grpo.stage" in child.data.tags]
-
-
-def _curves(store: Store, child: Run) -> dict[str, Curve]:
-    def work(client: MlflowClient) -> dict[str, Curve]:
-        names = [name for name in CURVES if name in child.data.metrics]
-        histories = {name: client.get_metric_history(child.info.run_id, name) for name in names}
-        return {name: sorted((point.step, point.value) for point in points) for name, points in histories.items()}
-
-    return store.ask(work)
-
-
-def _artifact(store: Store, run: Run, path: str, folder: Path) -> Path | None:
-    """Download an artifact of the run; None when it has no artifact of that name."""
-
-    def work(client: MlflowClient) -> Path | None:
-        parent = path.rpartition("/")[0]
-        if path not in {item.path for item in client.list_artifacts(run.info.run_id, parent or None)}:
-            return None
-        with store.as_default():
-            return Path(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=path, dst_path=str(folder)))
-
-    return store.ask(work)
-
-
-def _questions(store: Store, run: Run) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        found = _artifact(store, run, "data/eval.parquet", Path(folder))
-        if found is None:
-            return {}
-        rows = pl.read_parquet(found, columns=["prompt_id", "prompt"])
-        return {prompt_id: messages[-1]["content"] for prompt_id, messages in rows.iter_rows()}

@@ -21,6 +21,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.content.hashes import files_below
+from grpo_tasks.processes.child import prepare_child
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
 from grpo_tasks.tracking.models import (
@@ -31,9 +32,9 @@ from grpo_tasks.tracking.models import (
     manifest_path,
     manifest_sha256,
     parse_manifest,
-    stored_manifest,
 )
 from grpo_tasks.tracking.registry import (
+    APPROVAL_TAG,
     CHALLENGER,
     CHAMPION,
     OVERTAKEN,
@@ -41,8 +42,8 @@ from grpo_tasks.tracking.registry import (
     ROLLED_BACK_TAG,
     SHA_TAG,
     approval_of,
-    await_approval,
     hashes_tag,
+    make_champion,
     rolled_back_as,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
@@ -62,6 +63,27 @@ PROVED_TAG = "grpo.served_proof"
 """Tag of a logged model that was asked and gave the answers of the merged model."""
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
 """Packages that loading the model takes; their installed versions are logged with it."""
+
+LIBRARIES = (
+    # First, because it sets environment variables that mlflow reads while it is imported.
+    "grpo_tasks.tracking.store",
+    "grpo_tasks.tracking.models",
+    "mlflow.pyfunc.model",
+    "mlflow.transformers",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+    # mlflow asks it for the kind of pipeline.
+    "transformers.pipelines",
+)
+"""What the two child processes need that publish a model: one logs it, one asks it. Importing takes longer than either."""
+
+
+def prepare_publishing() -> None:
+    """Let the fork server import the libraries of both child processes now, in the background.
+
+    With a GPU build of torch this does nothing: each child imports for itself.
+    """
+    prepare_child(*LIBRARIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +123,10 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
         proof: result of the merge. Its sha256 identifies the model.
         tests: the merged model against the base, and against the champion where there is one (`against` names the rival).
         champion: the champion of the comparison; None when there was none.
-        evaluation: evaluation of the merged model. Its figures become tags of the version.
-        regressions: metrics that must not get worse.
-        guards: further held-out sets that must not get worse.
+        evaluation: of the merged model. Its figures become tags of the version.
+        regressions, guards: what can stop a promotion.
         origin: hashes of the version's data, code, config and adapter.
-        log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
-        prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
+        log, prove: `log_model.log_model` and `served.proof.prove_served`, or calls of them in separate processes.
         require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
 
     Raises:
@@ -166,7 +186,8 @@ def _decision(
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
-        await_approval(run.store, version.name, decision.version, current.version if current else "")
+        pending = Approval(decision="pending", champion=current.version if current else "").model_dump_json()
+        run.store.ask(lambda client: client.set_model_version_tag(version.name, decision.version, APPROVAL_TAG, pending))
     if _is(current, version):
         # Report why it became champion, not that it still is.
         decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
@@ -177,11 +198,11 @@ def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
     """Write the manifest of the files that the merge proof covers into the run's artifacts, unless a valid one is there."""
     manifest = manifest_of(Path(proof.model.path))
     require_proved(manifest_sha256(manifest), proof.sha256, Path(proof.model.path))
-    stored = stored_manifest(run.store, run.run_id, proof.sha256)
+    stored = run.store.read(run.run_id, manifest_path(proof.sha256))
     known = parse_manifest(stored) if stored is not None else None
     if known is not None and manifest_sha256(known) == proof.sha256:
         return
-    if stored is not None and run.store.ask(lambda _: _versions(run, run.config.registered_model, proof.sha256)):
+    if stored is not None and run.store.ask(lambda _: _versions(run, proof.sha256)):
         raise TrackingError(
             "the manifest in the store is not the one that this model was published with",
             place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
@@ -198,14 +219,11 @@ def _move_aliases(store: Store, name: str, decision: Decision, current: Champion
         if not decision.rolled_back and (current is None or current.sha256 != decision.sha256):
             store.ask(lambda client: client.set_registered_model_alias(name, CHALLENGER, decision.version))
         return
-    if current is not None and current.version != decision.version:
-        # `previous` moves first: once `champion` has moved, the store no longer knows the old one.
-        store.ask(lambda client: client.set_registered_model_alias(name, PREVIOUS, current.version))
-    if current is None or current.version != decision.version:
-        store.ask(lambda client: client.set_registered_model_alias(name, CHAMPION, decision.version))
-    aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
-    if str(aliases.get(CHALLENGER)) == decision.version:
-        store.ask(lambda client: client.delete_registered_model_alias(name, CHALLENGER))
+    if current is None:
+        moves = {CHAMPION: decision.version}
+    else:
+        moves = {} if current.version == decision.version else {PREVIOUS: current.version, CHAMPION: decision.version}
+    store.ask(lambda client: make_champion(client, name, decision.version, moves))
 
 
 def decide(
@@ -219,11 +237,10 @@ def decide(
     against_champion: bool = True,
     rolled_back_as: str | None = None,
 ) -> Decision:
-    """Decide whether a version becomes (or stays) champion. A pure function.
+    """Decide whether a version with these bytes becomes (or stays) champion. A pure function.
 
     Args:
-        version: number of the new version.
-        sha256: SHA-256 of the new model.
+        version, sha256: the new version.
         tests: against the base, and against the champion where the model was compared with one.
         compared: the champion of the comparison.
         current: the champion now. If it is not `compared`, the alias moved in the meantime.
@@ -232,25 +249,22 @@ def decide(
         rolled_back_as: a version with the same bytes that a person rolled back.
     """
 
-    def decided(champion: bool, reason: str, obstacle: str = "") -> Decision:
-        return Decision(version, sha256, champion, reason, obstacle=obstacle)
+    def stopped(obstacle: str, *, rolled_back: bool = False) -> Decision:
+        return Decision(version, sha256, False, obstacle, obstacle=obstacle, rolled_back=rolled_back)
 
     if current is not None and current.version == version:
-        return decided(True, f"version {version} is the champion")
+        return Decision(version, sha256, True, f"version {version} is the champion")
     if rolled_back_as:
-        obstacle = f"version {rolled_back_as}, which has the same bytes, was rolled back before"
-        return Decision(version, sha256, False, obstacle, obstacle=obstacle, rolled_back=True)
+        return stopped(f"version {rolled_back_as}, which has the same bytes, was rolled back before", rolled_back=True)
     if current is not None and current.sha256 == sha256:
-        obstacle = f"version {version} has the same bytes as the champion, version {current.version}"
-        return decided(False, obstacle, obstacle)
+        return stopped(f"version {version} has the same bytes as the champion, version {current.version}")
     if current is not None and (compared is None or compared.version != current.version):
-        obstacle = f"version {current.version} {OVERTAKEN}"
-        return decided(False, obstacle, obstacle)
+        return stopped(f"version {current.version} {OVERTAKEN}")
     better, reason = _beats_all(tests, current, against_champion=against_champion)
     worse = [check for check in regressions if not check.passed]
     if worse:
-        return decided(False, f"{reason}; {'but ' if better else ''}{'; '.join(str(check) for check in worse)}")
-    return decided(better, reason)
+        reason = f"{reason}; {'but ' if better else ''}{'; '.join(map(str, worse))}"
+    return Decision(version, sha256, better and not worse, reason)
 
 
 def with_approval(decision: Decision, approval: Approval | None, current: Champion | None) -> Decision:
@@ -271,9 +285,13 @@ def with_approval(decision: Decision, approval: Approval | None, current: Champi
 
 def _beats_all(tests: Sequence[PairedTest], current: Champion | None, *, against_champion: bool) -> tuple[bool, str]:
     by_name = {test.against: test for test in tests}
+
+    def said(test: PairedTest, rival: str) -> str:
+        verdict = "better" if test.better else "not better"
+        return f"{verdict} than {rival}: {test.metric} {test.difference:+.4f} over {test.prompts} prompts, p = {test.p_value:.4g}"
+
     assert "base" in by_name, "a model is never promoted without a test against the base"
-    verdict = "better" if by_name["base"].better else "not better"
-    reason = f"{verdict} than the base: {_describe_test(by_name['base'])}"
+    reason = said(by_name["base"], "the base")
     if not by_name["base"].better:
         return False, reason
     if current is None:
@@ -281,13 +299,7 @@ def _beats_all(tests: Sequence[PairedTest], current: Champion | None, *, against
     if not against_champion:
         return True, f"{reason}; not compared with the champion, version {current.version} (promotion.against_champion)"
     assert CHAMPION in by_name, "a champion is never replaced without a test against it"
-    test = by_name[CHAMPION]
-    verdict = "better" if test.better else "not better"
-    return test.better, f"{verdict} than the champion, version {current.version}: {_describe_test(test)}"
-
-
-def _describe_test(test: PairedTest) -> str:
-    return f"{test.metric} {test.difference:+.4f} over {test.prompts} prompts, p = {test.p_value:.4g}"
+    return by_name[CHAMPION].better, said(by_name[CHAMPION], f"the champion, version {current.version}")
 
 
 def _register(
@@ -299,14 +311,22 @@ def _register(
     require_wanted: Callable[[], None],
 ) -> ModelVersion:
     """This run's version with these bytes; registered now if there is none."""
-    known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
-    if known and _has_files(run.store, _model_of(known[-1]), proof):
+    known = run.store.ask(lambda _: _versions(run, proof.sha256))
+    # What a search finds has the id of its logged model in its source only: models:/ID.
+    if known and _has_files(run.store, str(known[-1].model_id or str(known[-1].source).rpartition("/")[2]), proof):
         return known[-1]
     run.handle.wake()
+
+    def stop_uploading(state: tenacity.RetryCallState) -> bool:
+        """After three uploads; a store that is away is tried for as long as the run is patient."""
+        fault = state.outcome.exception() if state.outcome else None
+        waits = isinstance(fault, StoreAwayError) and (state.seconds_since_start or 0.0) < run.store.patience_s
+        return state.attempt_number >= UPLOADS and not waits
+
     # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TrackingError),
-        stop=partial(_stop_uploading, patience_s=run.store.patience_s),
+        stop=stop_uploading,
         wait=tenacity.wait_exponential(multiplier=0.5, max=10.0),
         reraise=True,
     )
@@ -316,39 +336,30 @@ def _register(
     require_wanted()
     run.require_active()
 
-    def work() -> ModelVersion:
+    def work(client: MlflowClient) -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
-        found = _versions(run, name, proof.sha256)
+        found = _versions(run, proof.sha256)
         if len(found) > len(known):
             return found[-1]
         _create_model(run.store, name)
         tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
-        # The registry of a database store finds the logged model only in mlflow's global store.
-        with run.store.as_default():
-            return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
+        return client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
 
-    return run.store.ask(lambda _: work())
-
-
-def _stop_uploading(state: tenacity.RetryCallState, *, patience_s: float) -> bool:
-    """After three uploads; a store that is away is tried for as long as the run is patient."""
-    fault = state.outcome.exception() if state.outcome else None
-    waits = isinstance(fault, StoreAwayError) and (state.seconds_since_start or 0.0) < patience_s
-    return state.attempt_number >= UPLOADS and not waits
+    # The registry of a database store finds the logged model only in mlflow's global store.
+    return run.store.ask_globally(work)
 
 
-def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
+def _versions(run: TrackedRun, sha256: str) -> list[ModelVersion]:
     """The versions that this run registered with these bytes, oldest first."""
-    found = run.store.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
-    return sorted((version for version in found if version.tags.get(SHA_TAG) == sha256), key=lambda version: int(version.version))
+    ours = f"name = '{run.config.registered_model}' and run_id = '{run.run_id}'"
+    found = [version for version in run.store.client.search_model_versions(ours) if version.tags.get(SHA_TAG) == sha256]
+    return sorted(found, key=lambda version: int(version.version))
 
 
 def _create_model(store: Store, name: str) -> None:
+    about = "Models trained with GRPO. The alias champion moves only to a version that a paired test finds better."
     try:
-        store.client.create_registered_model(
-            name,
-            description="Models trained with GRPO. The alias champion moves only to a version that a paired test finds better.",
-        )
+        store.client.create_registered_model(name, description=about)
     except MlflowException as fault:
         if fault.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -359,18 +370,34 @@ def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], N
     found: Sequence[LoggedModel] = run.store.ask(
         lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
     )
-    ours = [model for model in found if model.tags.get(SHA_TAG) == proof.sha256]
-    complete = [model for model in ours if model.status == LoggedModelStatus.READY]
-    for model in ours:
-        if model not in complete:
-            run.store.ask(partial(_delete_logged, model_id=model.model_id))
-    whole = [model.model_id for model in complete if _has_files(run.store, model.model_id, proof)]
-    return whole[0] if whole else _log_folder(run, proof, log)
-
-
-def _model_of(version: ModelVersion) -> str:
-    """Id of the logged model that a version was made of; what a search finds has it in its source only: models:/ID."""
-    return str(version.model_id or str(version.source).rpartition("/")[2])
+    whole = None
+    for model in (model for model in found if model.tags.get(SHA_TAG) == proof.sha256):
+        if model.status != LoggedModelStatus.READY:
+            _delete_logged(run.store, model.model_id)
+        elif whole is None and _has_files(run.store, model.model_id, proof):
+            whole = model.model_id
+    if whole is not None:
+        return whole
+    tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
+    # Created here, because mlflow would create it in the default experiment.
+    made = run.store.ask(
+        lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
+    )
+    log(
+        LogSpec(
+            tracking=run.config.tracking,
+            run_id=run.run_id,
+            model_id=made.model_id,
+            path=Path(proof.model.path),
+            sha256=proof.sha256,
+            adapter=proof.policy.adapter,
+            adapter_sha256=proof.policy.sha256,
+            requirements=pinned(describe_environment().packages, _REQUIREMENTS),
+            settings=default_settings(run.config),
+            example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
+        )
+    )
+    return made.model_id
 
 
 def _has_files(store: Store, model_id: str, proof: MergeProof) -> bool:
@@ -395,7 +422,7 @@ def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[S
     try:
         prove(ServedSpec(tracking=run.config.tracking, model_id=model_id, answers=answers))
     except ServedModelError:
-        run.store.ask(partial(_delete_logged, model_id=model_id))
+        _delete_logged(run.store, model_id)
         raise
     prompt = run.system_prompt
     if prompt is not None:
@@ -410,29 +437,5 @@ def _as_a_client_asks(run: TrackedRun, messages: list[dict[str, str]]) -> list[d
     return messages[1:] if messages[:1] == [system] and len(messages) > 1 else messages
 
 
-def _delete_logged(client: MlflowClient, *, model_id: str) -> None:
-    client.delete_logged_model(model_id)
-
-
-def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
-    packages = describe_environment().packages
-    tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
-    # Created here, because mlflow would create it in the default experiment.
-    made = run.store.ask(
-        lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
-    )
-    log(
-        LogSpec(
-            tracking=run.config.tracking,
-            run_id=run.run_id,
-            model_id=made.model_id,
-            path=Path(proof.model.path),
-            sha256=proof.sha256,
-            adapter=proof.policy.adapter,
-            adapter_sha256=proof.policy.sha256,
-            requirements=pinned(packages, _REQUIREMENTS),
-            settings=default_settings(run.config),
-            example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
-        )
-    )
-    return made.model_id
+def _delete_logged(store: Store, model_id: str) -> None:
+    store.ask(lambda client: client.delete_logged_model(model_id))

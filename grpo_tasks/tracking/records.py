@@ -1,76 +1,148 @@
-"""What each kind of result becomes in MLflow: one function per kind, which reads the result's folder only.
+"""What of a result MLflow gets, from the folder of its step alone. Each function can be repeated (see handle.py).
 
-    PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
-    DifficultyReport -> difficulty/LABEL/
-    EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
-    ReportResult -> report/               any other -> STEP/
+    result  -> FOLDERS -> artifacts      -> figures_of -> metrics      then the tables, texts and tags that its kind has
 
-Each function can be repeated (see handle.py). What this module does not do: decide whether to record; runs.py does.
+What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import mlflow
 import polars as pl
+from mlflow import MlflowClient
 from mlflow.data.polars_dataset import from_polars
-from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.entities import AssessmentSource, Dataset, DatasetInput, InputTag, NoOpSpan
 
 from grpo_tasks.content.conversations import turn_by_turn
+from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
-from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, guards_markdown, merged_figures
+from grpo_tasks.tracking.shown.headline import describe_decision, merged_figures
+from grpo_tasks.tracking.shown.prompts import record_held_out
 from schemas.config.run import RunConfig
-from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
+from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, REWARD, member
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, Interval
+from schemas.results.evaluation import EvalReport, Interval, guard_sections
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
 from schemas.secret import hide
 
-REPORT = "report.md"
+REPORT, QUARANTINE = "report.md", "quarantine.parquet"
+_SHOWN_DIGEST = 12
+"""Characters of a digest that are enough to tell two data sets apart in a list."""
 _DIGEST_CHARS = 36
 """MLflow takes no longer digest of a data set; the tag grpo.data_digest has the complete one."""
 _LARGEST_TABLE = 256 * 2**20
 """Bytes of a table of training rows that is uploaded. A larger one stays where it is; the data set input has its digest."""
+FOLDERS: dict[type[StepResult], tuple[str, tuple[str, ...]]] = {
+    PreparedData: ("data", ()),
+    DataReport: ("data", (REPORT, QUARANTINE, "eval.parquet", "train.parquet")),
+    GuardData: ("guards/{label}", (REPORT, QUARANTINE, "eval.parquet")),
+    LabReport: ("lab", (REPORT, "probes.parquet", "samples.parquet")),
+    DifficultyReport: ("difficulty/{label}", (REPORT, "pass_rates.parquet")),
+    EvalReport: ("evaluation/{label}", (REPORT, "samples.parquet")),
+    MergeProof: ("merge", ()),
+    Publication: ("publication", ()),
+    ReportResult: ("report", ("report.html", REPORT)),
+}
+"""Folder of artifacts of a kind of result, and the files that go there if they exist. Others: STEP, its report and outputs."""
 _LOG_BYTES = 4 * 2**20
 """Bytes of a log that are uploaded: its end."""
 _TABLE_ROWS = 500
+MAX_TRACES = 12
+"""Traces of one evaluation."""
+LABELS = ("base", "merged")
+"""Evaluations that become traces."""
+_SOURCE = AssessmentSource(source_type="CODE", source_id="grpo-pipeline")
+_SAMPLE_TAG = "grpo.sample"
+_TRACE_CHARS = 4_000
+_VERDICTS = {"correct": "correct", "format": "strict_format", "reward": REWARD}
+"""By name of the feedback: the column of the samples that it shows."""
 _MIN_ROWS = 8
 """Rows of each completions file that the table shows at least: one group of eight."""
 
 
-def record_prepared(run: RunHandle, result: PreparedData) -> None:
-    """The files that were read as data/sources.json, and the number of rows."""
-    run.text(result.model_dump_json(indent=2), "data/sources.json")
-    run.metrics({"data/rows_read": result.rows}, timestamp_ms=made_at(result, run))
+def record(run: RunHandle, config: RunConfig, result: StepResult, data: DataReport | None) -> None:
+    """Everything of a result of the parent run but its log; `data` is the data of the run, if it is known."""
+    at = made_at(result, run)
+    other = (result.directory.parent.name, (REPORT, *result.OUTPUTS))
+    folder, names = FOLDERS.get(type(result), other)
+    folder = folder.format(label=getattr(result, "label", ""))
+    _upload(run, result.directory, names, folder)
+    run.metrics(figures_of(result, folder), timestamp_ms=at)
+    match result:
+        case PreparedData():
+            run.text(result.model_dump_json(indent=2), "data/sources.json")
+        case DataReport() if not isinstance(result, GuardData):
+            sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
+            inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
+            run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
+            run.tags({"grpo.data_digest": result.digest, "data": result.digest[:_SHOWN_DIGEST]})
+            record_held_out(run, config.name, result)
+        case LabReport():
+            _show(run, result.directory / "probes.parquet", "lab/probes.json")
+        case EvalReport():
+            if result.label == "merged":
+                run.metrics(merged_figures(result.metrics), timestamp_ms=at)
+            if result.samples.exists():
+                run.table(_judged(result.samples, data), f"{folder}/samples.json")
+            _record_traces(run, result, data, timestamp_ms=at)
+        case MergeProof():
+            # publishing.py logs the model itself.
+            run.text(result.model_dump_json(indent=2), "merge/proof.json")
+        case Publication():
+            run.text(result.model_dump_json(indent=2), "publication/decision.json")
+            describe_decision(run, result)
+            if result.guards:
+                run.text(as_markdown(guard_sections(result.guards)), "guards/report.md")
+            changes = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
+            passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
+            run.metrics(changes | passed, timestamp_ms=at)
+            worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
+            if worse:
+                run.table(pl.DataFrame(worse), "guards/worse.json")
 
 
-def record_data(run: RunHandle, result: DataReport) -> None:
-    """Training and held-out rows as data set inputs with the content digest; report and quarantine as files; counts."""
-    sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
-    inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
-    run.wake()
-    run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
-    run.tags({"grpo.data_digest": result.digest, "data": data_tag(result.digest)})
-    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), "data")
-    if result.train.stat().st_size <= _LARGEST_TABLE:
-        run.file(result.train, "data")
-    counts = {
-        "rows": result.rows,
-        "quarantined": result.quarantined,
-        "train_rows": result.train_rows,
-        "eval_rows": result.eval_rows,
-        "longest_prompt_tokens": result.prompt_tokens.max,
-    }
-    run.metrics({f"data/{name}": value for name, value in counts.items()}, timestamp_ms=made_at(result, run))
+def figures_of(result: StepResult, folder: str) -> dict[str, float]:
+    """The metrics FOLDER/NAME, those of an evaluation LABEL/NAME. An interval has its bounds as NAME_low and NAME_high."""
+    figures: dict[str, float | Interval] = {}
+    match result:
+        case PreparedData():
+            figures = {"rows_read": result.rows}
+        case GuardData() | Publication() | ReportResult():
+            pass
+        case DataReport():
+            figures = {name: getattr(result, name) for name in ("rows", "quarantined", "train_rows", "eval_rows")}
+            figures["longest_prompt_tokens"] = result.prompt_tokens.max
+        case LabReport():
+            figures = {"failed_checks": len(result.failures)}
+            for one in result.forecasts:
+                names = ("share_with_signal", "mean_reward", "mean_reward_std")
+                figures |= {f"{one.stage}/{name}": getattr(one, name) for name in names}
+        case DifficultyReport():
+            for stage in result.stages:
+                known = {"never_solved": stage.never_solved, "always_solved": stage.always_solved, "mean_pass_rate": stage.mean}
+                figures |= {f"{stage.stage}/{name}": value for name, value in known.items() if value is not None}
+        case EvalReport():
+            figures = {**result.metrics, **{f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()}}
+        case _:
+            numbers = result.model_dump(exclude=None if isinstance(result, MergeProof) else {"seconds"})
+            figures = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    prefix, metrics = folder.removeprefix("evaluation/"), dict[str, float]()
+    for name, value in figures.items():
+        bounds = {"": value.value, "_low": value.low, "_high": value.high} if isinstance(value, Interval) else {"": value}
+        metrics |= {f"{prefix}/{name}{end}": bound for end, bound in bounds.items()}
+    return metrics
 
 
 def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
@@ -82,42 +154,17 @@ def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
     return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
 
 
-def record_guard_data(run: RunHandle, result: GuardData) -> None:
-    """Prompts and report of a guard of the promotion. They are no data of the model, so no data set input and no digest."""
-    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), f"guards/{result.label}")
-
-
-def record_lab(run: RunHandle, result: LabReport) -> None:
-    """The report, every probe as a table row, the forecasts as metrics."""
-    _upload(run, result.directory, (REPORT, "probes.parquet", "samples.parquet"), "lab")
-    _show(run, result.directory / "probes.parquet", "lab/probes.json")
-    figures: dict[str, float] = {"lab/failed_checks": len(result.failures)}
-    for forecast in result.forecasts:
-        figures[f"lab/{forecast.stage}/share_with_signal"] = forecast.share_with_signal
-        figures[f"lab/{forecast.stage}/mean_reward"] = forecast.mean_reward
-        figures[f"lab/{forecast.stage}/mean_reward_std"] = forecast.mean_reward_std
-    run.metrics(figures, timestamp_ms=made_at(result, run))
-
-
-def record_difficulty(run: RunHandle, result: DifficultyReport) -> None:
-    """The report and the pass rates; the mean and the counts of each stage as metrics difficulty/LABEL/STAGE/..."""
-    folder = f"difficulty/{result.label}"
-    _upload(run, result.directory, (REPORT, result.pass_rates.name), folder)
-    figures: dict[str, float] = {}
-    for stage in result.stages:
-        name = f"{folder}/{stage.stage}"
-        figures |= {f"{name}/never_solved": stage.never_solved, f"{name}/always_solved": stage.always_solved}
-        if stage.mean is not None:
-            figures |= interval_metrics({f"{name}/mean_pass_rate": stage.mean})
-    run.metrics(figures, timestamp_ms=made_at(result, run))
-
-
 def record_stage(run: RunHandle, result: StageResult) -> None:
     """Everything of a stage into its child run: journal, completions, adapter, plots, final figures."""
     stage = StageDir(result.directory)
     JournalShipper(run.store, result.directory, lambda: run).finish()
-    run.files(stage.completions(0).parent, "completions")
-    _show_completions(run, stage.completions(0).parent)
+    completions = stage.completions(0).parent
+    run.files(completions, "completions")
+    if files := sorted(completions.glob("*.parquet")):
+        # The first rows of every file in one table; the Parquet files have the rest.
+        rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
+        first = pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed")
+        run.table(turn_by_turn(first), "completions.json")
     if (stage.final / "adapter_config.json").exists():
         # A fully fine-tuned stage leaves a complete model. It stays on disk, because the merged model is what is published.
         run.files(stage.final, ADAPTER)
@@ -138,22 +185,6 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})
 
 
-def record_evaluation(run: RunHandle, result: EvalReport, data: DataReport | None) -> None:
-    """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report.
-
-    The table that MLflow shows has question, ground truth, answer and verdict in its first columns; `data` has the first two.
-    """
-    figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
-    metrics = {f"{result.label}/{name}": value for name, value in figures.items()}
-    if result.label == "merged":
-        metrics |= merged_figures(result.metrics)
-    run.metrics(metrics, timestamp_ms=made_at(result, run))
-    folder = f"evaluation/{result.label}"
-    _upload(run, result.directory, (REPORT, result.samples.name), folder)
-    if result.samples.exists():
-        run.table(_judged(result.samples, data), f"{folder}/samples.json")
-
-
 def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     """The first completions with their questions: what a person reads first comes first, token ids are left out."""
     rows = turn_by_turn(pl.read_parquet(samples, n_rows=_TABLE_ROWS))
@@ -170,18 +201,54 @@ def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     return rows.select(*first, pl.exclude(*first, "token_ids") if "token_ids" in rows.columns else pl.exclude(*first))
 
 
-def record_step(run: RunHandle, result: StepResult) -> None:
-    """Any other result: its outputs, its report and its numbers, under the name of its step."""
-    folder = result.directory.parent.name
-    files = (REPORT, *result.OUTPUTS)
-    for name in files:
-        if (result.directory / name).is_dir():
-            run.files(result.directory / name, f"{folder}/{name}")
-    _upload(
-        run, result.directory, tuple(name for name in (REPORT, *result.OUTPUTS) if (result.directory / name).is_file()), folder
+def _record_traces(run: RunHandle, result: EvalReport, data: DataReport | None, *, timestamp_ms: int) -> None:
+    """Log the first completion of the first prompts as traces, once each, with their verdicts: to compare, label and review.
+
+    The same prompts are taken for every model, so that base and merged model stand side by side.
+    """
+    if result.label not in LABELS or data is None or not (result.samples.exists() and data.eval.exists()):
+        return
+    first = pl.col("sample") == pl.col("sample").min().over("prompt_id")
+    samples = pl.read_parquet(result.samples).filter(first).unique("prompt_id", keep="first", maintain_order=True)
+    prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"]).unique("prompt_id", keep="first")
+    rows = turn_by_turn(samples.head(MAX_TRACES)).join(prompts, on="prompt_id", how="inner", maintain_order="left")
+    # Traces know no other store than mlflow's global one.
+    run.store.ask_globally(partial(_log_missing, run=run, label=result.label, rows=rows, timestamp_ms=timestamp_ms))
+
+
+def _log_missing(client: MlflowClient, *, run: RunHandle, label: str, rows: pl.DataFrame, timestamp_ms: int) -> None:
+    mine = f"metadata.`mlflow.sourceRun` = '{run.run_id}'"
+    found = client.search_traces(locations=[run.experiment_id], filter_string=mine, max_results=500)
+    known = {trace.info.tags.get(_SAMPLE_TAG): trace for trace in found}
+    for row in rows.iter_rows(named=True):
+        name = f"{label}/{row['prompt_id']}/{row['sample']}"
+        trace = known.get(name)
+        trace_id = trace.info.trace_id if trace else _log(run, label, name, row, timestamp_ms)
+        if trace_id is None:
+            return
+        judged = {assessment.name for assessment in trace.info.assessments} if trace else set()
+        for verdict, column in _VERDICTS.items():
+            if row.get(column) is not None and verdict not in judged:
+                mlflow.log_feedback(trace_id=trace_id, name=verdict, value=row[column], source=_SOURCE)
+        if row["answer"] is not None and "expected_response" not in judged:
+            mlflow.log_expectation(trace_id=trace_id, name="expected_response", value=row["answer"], source=_SOURCE)
+
+
+def _log(run: RunHandle, label: str, name: str, row: dict[str, Any], timestamp_ms: int) -> str | None:
+    """Id of the new trace; None where the user has switched tracing off."""
+    at_ns = timestamp_ms * 1_000_000
+    span = mlflow.start_span_no_context(
+        label,
+        inputs={"messages": [{**message, "content": message["content"][:_TRACE_CHARS]} for message in row["prompt"]]},
+        experiment_id=run.experiment_id,
+        tags={_SAMPLE_TAG: name},
+        metadata={"mlflow.sourceRun": run.run_id},
+        start_time_ns=at_ns,
     )
-    figures = {name: value for name, value in result.model_dump(exclude={"seconds"}).items() if isinstance(value, int | float)}
-    run.metrics({f"{folder}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
+    if isinstance(span, NoOpSpan):
+        return None
+    span.end(outputs={"role": "assistant", "content": row["completion"][:_TRACE_CHARS]}, end_time_ns=at_ns)
+    return str(span.trace_id)
 
 
 def record_log(run: RunHandle, result: StepResult, step: str) -> None:
@@ -211,40 +278,6 @@ def record_sources(run: RunHandle, config: RunConfig) -> None:
                 run.text(hide(path.read_text(encoding="utf-8", errors="replace")), f"{kind}/{name}.py")
 
 
-def record_merge(run: RunHandle, result: MergeProof) -> None:
-    """The proof as metrics merge/... and as JSON. publishing.py logs the model itself."""
-    figures = {name: value for name, value in result.model_dump().items() if isinstance(value, int | float)}
-    run.metrics({f"merge/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
-    run.text(result.model_dump_json(indent=2), "merge/proof.json")
-
-
-def record_publication(run: RunHandle, config: RunConfig, result: Publication) -> None:
-    """The decision as tags and description, which the list of runs shows, and with its tests as JSON."""
-    run.text(result.model_dump_json(indent=2), "publication/decision.json")
-    describe_decision(run, config, result)
-    if result.guards:
-        run.text(guards_markdown(result.guards), "guards/report.md")
-        figures = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
-        passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
-        run.metrics(figures | passed, timestamp_ms=made_at(result, run))
-    worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
-    if worse:
-        run.table(pl.DataFrame(worse), "guards/worse.json")
-
-
-def record_report(run: RunHandle, result: ReportResult) -> None:
-    """The page as report/report.html, its summary as report/report.md."""
-    _upload(run, result.directory, (result.html.name, REPORT), "report")
-
-
-def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:
-    """Each value under its own name, its bounds as NAME_low and NAME_high."""
-    metrics: dict[str, float] = {}
-    for name, interval in figures.items():
-        metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
-    return metrics
-
-
 def made_at(result: StepResult, run: RunHandle) -> int:
     """When the result was written, in ms. It is the same for every upload, so that a repeated upload writes the same rows."""
     written = result.directory / RESULT
@@ -253,19 +286,13 @@ def made_at(result: StepResult, run: RunHandle) -> int:
 
 def _upload(run: RunHandle, directory: Path, names: tuple[str, ...], folder: str | None) -> None:
     for name in names:
-        if (directory / name).exists():
-            run.file(directory / name, folder)
+        path = directory / name
+        if path.is_dir():
+            run.files(path, f"{folder}/{name}")
+        elif path.exists() and (name != "train.parquet" or path.stat().st_size <= _LARGEST_TABLE):
+            run.file(path, folder)
 
 
 def _show(run: RunHandle, parquet: Path, name: str) -> None:
     if parquet.exists():
         run.table(pl.read_parquet(parquet, n_rows=_TABLE_ROWS), name)
-
-
-def _show_completions(run: RunHandle, directory: Path) -> None:
-    """The first rows of every completions file in one table; the Parquet files have the rest."""
-    files = sorted(directory.glob("*.parquet"))
-    if files:
-        rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
-        first = pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed")
-        run.table(turn_by_turn(first), "completions.json")

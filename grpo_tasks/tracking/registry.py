@@ -9,22 +9,19 @@ What this module does not do: register or promote versions (publishing.py), down
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
-from mlflow.exceptions import MlflowException
 
-from grpo_tasks.tracking.description import ENVIRONMENT, Environment
+from grpo_tasks.tracking.description import ENVIRONMENT, MAIN_PACKAGES
 from grpo_tasks.tracking.served import card
-from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
 from grpo_tasks.tracking.shown.headline import DECISION_TAG
-from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
+from grpo_tasks.tracking.store import Store, open_store, or_none, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError, ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -38,6 +35,7 @@ HASHES_TAG = "grpo.hashes"
 ADAPTER_HASH = "grpo.adapter_sha256"
 """SHA-256 of the weights of a version's last stage: the name in an origin. In `HASHES_TAG` the names have no prefix."""
 _PREFIX_OF_HASHES = "grpo."
+_HASHES = ("adapter_sha256", "config_sha256", "code_sha256", "reward_sha256")
 ROLLED_BACK_TAG = "grpo.rolled_back"
 OVERTAKEN = "became champion meanwhile and was not compared with; run again"
 """End of the decision about a version that was compared with an earlier champion."""
@@ -45,19 +43,14 @@ APPROVAL_TAG = "grpo.approval"
 """Tag of a version: what a person has decided about it, or has to decide (`Approval` as JSON)."""
 _VERSION = re.compile("[0-9]{1,9}")
 """SQLite cannot store longer numbers."""
-_UNKNOWN = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
-"""MLflow's error codes for "no such model", "no such version" and "no such alias"."""
 
 
 def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
     """The version behind NAME@ALIAS, NAME/VERSION (with or without models:/), or NAME (its champion).
 
-    Raises:
-        ModelError: there is no such model, alias or version. The message lists the existing ones.
-        TrackingError: the store cannot be reached.
+    Raises `ModelError` where there is none; the message lists what there is.
     """
-    store = open_store(tracking)
-    name, alias, number = parse_reference(reference)
+    store, (name, alias, number) = open_store(tracking), parse_reference(reference)
     found = store.ask(lambda client: version_or_none(client, name, alias=alias, number=number))
     if found is None:
         missing = is_registered(store, name) and alias == CHAMPION
@@ -69,25 +62,11 @@ def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
 
 def is_registered(store: Store, name: str) -> bool:
     """Whether there is a registered model of this name, with or without versions."""
-
-    def work(client: MlflowClient) -> bool:
-        try:
-            client.get_registered_model(name)
-        except MlflowException as fault:
-            if fault.error_code in _UNKNOWN:
-                return False
-            raise
-        return True
-
-    return store.ask(work)
+    return store.ask(lambda client: or_none(lambda: client.get_registered_model(name))) is not None
 
 
 def run_of(store: Store, version: ModelVersion) -> Run:
-    """The run that made a version.
-
-    Raises:
-        ModelError: it was deleted for good (`mlflow gc`), and with it the record of what the version is.
-    """
+    """The run that made a version. Raises `ModelError` where it was deleted for good (`mlflow gc`)."""
     run = store.ask(partial(run_or_none, run_id=version.run_id or ""))
     if run is None:
         raise ModelError(
@@ -103,12 +82,7 @@ def version_or_none(client: MlflowClient, name: str, *, alias: str = "", number:
     """The version with this alias or number; None when there is no such model, alias or version."""
     if number and not _VERSION.fullmatch(number):
         return None
-    try:
-        return client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias)
-    except MlflowException as fault:
-        if fault.error_code in _UNKNOWN:
-            return None
-        raise
+    return or_none(lambda: client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias))
 
 
 def parse_reference(reference: str) -> tuple[str, str, str]:
@@ -139,23 +113,19 @@ def hash_of(version: ModelVersion, name: str) -> str:
 
 def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) -> str | None:
     """The newest version that carries all these tags; None when there is no such version or model."""
-
-    def matches(version: ModelVersion) -> bool:
-        return all(version.tags.get(key) == value for key, value in tags.items())
-
     found = open_store(tracking).ask(partial(versions_of, name=name))
-    return max((str(version.version) for version in found if matches(version)), key=int, default=None)
+    carrying = (str(version.version) for version in found if tags.items() <= version.tags.items())
+    return max(carrying, key=int, default=None)
 
 
 def rolled_back_as(store: Store, name: str, sha256: str) -> str | None:
     """The newest version with these bytes that a person rolled back; None when there is none."""
-    found = store.ask(partial(versions_of, name=name))
-    marked = (str(version.version) for version in _same_bytes(found, sha256) if ROLLED_BACK_TAG in version.tags)
-    return max(marked, key=int, default=None)
+    found = store.ask(lambda client: _same_bytes(client, name, sha256))
+    return max((str(version.version) for version in found if ROLLED_BACK_TAG in version.tags), key=int, default=None)
 
 
-def _same_bytes(versions: Iterable[ModelVersion], sha256: str) -> list[ModelVersion]:
-    return [version for version in versions if sha256 and version.tags.get(SHA_TAG) == sha256]
+def _same_bytes(client: MlflowClient, name: str, sha256: str) -> list[ModelVersion]:
+    return [version for version in versions_of(client, name) if sha256 and version.tags.get(SHA_TAG) == sha256]
 
 
 def is_overtaken(name: str, version: str, tracking: TrackingConfig) -> bool:
@@ -173,22 +143,14 @@ def is_overtaken(name: str, version: str, tracking: TrackingConfig) -> bool:
 
 def tag_version(name: str, version: str, tags: Mapping[str, str], store: Store) -> None:
     """Set tags on a version. Existing tags of the same name are overwritten."""
-
-    def work(client: MlflowClient) -> None:
-        for key, value in tags.items():
-            client.set_model_version_tag(name, version, key, value)
-
-    store.ask(work)
+    for key, value in tags.items():
+        store.ask(partial(MlflowClient.set_model_version_tag, name=name, version=version, key=key, value=value))
 
 
 def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig) -> tuple[str, str]:
-    """Restore the previous champion, or make version `to` the champion.
+    """Restore the previous champion, or make version `to` the champion. Returns the version before, and the one now in use.
 
-    Returns:
-        The version that was rolled back and the version now in use.
-
-    Raises:
-        ModelError: there is no such model or no previous champion, or the version is already the champion.
+    Raises `ModelError` where there is no such version or no previous champion, or it is the champion already.
     """
     store = open_store(tracking)
     # A run that publishes, or a person who decides, may move the same aliases.
@@ -209,18 +171,27 @@ def _roll_back(client: MlflowClient, target: ModelVersion, current: str, reason:
     # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it too.
     # The next rollback is then refused, instead of restoring the version that was just rolled back.
     client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
-    client.set_registered_model_alias(name, CHAMPION, number)
-    client.set_registered_model_alias(name, PREVIOUS, current)
-    if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
-        client.delete_registered_model_alias(name, CHALLENGER)
+    make_champion(client, name, number, {CHAMPION: number, PREVIOUS: current})
     # The model is wanted again, so its copies that other runs published are not rolled back either.
-    copies = _same_bytes(versions_of(client, name=name), target.tags.get(SHA_TAG, ""))
+    copies = _same_bytes(client, name, target.tags.get(SHA_TAG, ""))
     for restored, tags in ({str(copy.version): copy.tags for copy in copies} | {number: target.tags}).items():
         if ROLLED_BACK_TAG in tags and restored != current:
             client.delete_model_version_tag(name, restored, ROLLED_BACK_TAG)
-    if says_not_promoted(target.description):
+    if card.says_not_promoted(target.description):
         instead = f"restored instead of version {current}" + (f" ({reason})" if reason else "")
         _show_decision(client, target, promoted=True, reason=f"{instead}; {target.tags.get(DECISION_TAG, '')}")
+
+
+def make_champion(client: MlflowClient, name: str, number: str, aliases: Mapping[str, str]) -> None:
+    """Move the aliases to their versions in this order, none to an empty one; the champion is no challenger. Can be repeated.
+
+    `previous` comes first where a kill in between is followed by the same call: once `champion` moves, the old one is not known.
+    """
+    for alias, version in aliases.items():
+        if version:
+            client.set_registered_model_alias(name, alias, version)
+    if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
+        client.delete_registered_model_alias(name, CHALLENGER)
 
 
 def publish_lock(name: str) -> str:
@@ -245,23 +216,10 @@ def approval_of(version: ModelVersion) -> Approval | None:
         return None
 
 
-def await_approval(store: Store, name: str, version: str, champion: str) -> None:
-    """Record that a person has to decide about a version that was compared with this champion."""
-    pending = Approval(decision="pending", champion=champion)
-    store.ask(lambda client: client.set_model_version_tag(name, version, APPROVAL_TAG, pending.model_dump_json()))
-
-
 def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig, *, sha256: str | None = None) -> str:
     """Record what a person has decided about a version that waits for approval; `promote` makes it the champion.
 
-    Args:
-        reference: NAME/VERSION.
-        approval: the decision.
-        tracking: where the registry is.
-        sha256: SHA-256 of the model that the person was shown; None: the version itself was.
-
-    Returns:
-        A sentence about what happened.
+    `sha256` is that of the model that the person was shown; None: the version itself was. Returns a sentence about what happened.
 
     Raises:
         ModelError: there is no such version, it waits for no decision, or another version became champion meanwhile.
@@ -307,15 +265,10 @@ def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig,
 
 
 def _record_approval(client: MlflowClient, version: ModelVersion, final: Approval) -> None:
-    """Repeatable after a kill: `previous` moves first, because once `champion` has moved the old one is not known any more."""
     name, number = version.name, str(version.version)
     promoted = final.decision == "promote"
     if promoted:
-        if final.champion:
-            client.set_registered_model_alias(name, PREVIOUS, final.champion)
-        client.set_registered_model_alias(name, CHAMPION, number)
-        if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
-            client.delete_registered_model_alias(name, CHALLENGER)
+        make_champion(client, name, number, {PREVIOUS: final.champion, CHAMPION: number})
     because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS).removeprefix(f"{final}; ")
     _show_decision(client, version, promoted=promoted, reason=f"{final}; {because}")
     # Last: without it the version still waits, and the same decision can be recorded again.
@@ -323,18 +276,16 @@ def _record_approval(client: MlflowClient, version: ModelVersion, final: Approva
 
 
 def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
-    """Everything recorded about how a version was made.
-
-    Raises:
-        ModelError: there is no such version, or this project did not make it.
-    """
+    """Everything recorded about how a version was made. Raises `ModelError` where this project did not make it."""
     version = find_version(reference, tracking)
     if "grpo.key" not in version.tags or not version.run_id:
         raise ModelError(f"{reference} was not made by this project", fix="name a version with the tag grpo.key")
     store = open_store(tracking)
     run_id, run = version.run_id, run_of(store, version)
     tags = version.tags
-    environment = _environment(store, run_id)
+    recorded = store.read(run_id, ENVIRONMENT)
+    environment = json.loads(recorded or "{}")
+    packages = environment.get("packages", {})
     return Lineage(
         name=version.name,
         version=str(version.version),
@@ -342,15 +293,12 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         run_id=run_id,
         experiment=store.ask(lambda client: client.get_experiment(run.info.experiment_id)).name,
         model_sha256=tags.get(SHA_TAG, ""),
-        adapter_sha256=hash_of(version, ADAPTER_HASH),
         data_digest=hash_of(version, "grpo.data_digest") or run.data.tags.get("grpo.data_digest", ""),
-        config_sha256=hash_of(version, "grpo.config_sha256"),
-        code_sha256=hash_of(version, "grpo.code_sha256"),
-        reward_sha256=hash_of(version, "grpo.reward_sha256"),
+        **{of: hash_of(version, f"grpo.{of}") for of in _HASHES},
         commit=run.data.tags.get("git.commit", ""),
         dirty=run.data.tags.get("git.dirty") == "true",
-        python=environment.python if environment else run.data.tags.get("python", ""),
-        packages=environment.main_packages() if environment else {},
+        python=environment.get("python", run.data.tags.get("python", "")),
+        packages={name: packages[name] for name in MAIN_PACKAGES if name in packages},
         flow_run_id=run.data.tags.get("prefect.flow_run_id", ""),
         decision=tags.get(DECISION_TAG, ""),
         system_prompt=run.data.params.get("data.system_prompt", ""),
@@ -358,26 +306,14 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
 
 
 def recorded_config(lineage: Lineage, tracking: TrackingConfig) -> str:
-    """The text of the config.yaml that made a version."""
+    """The text of the config.yaml that made a version; raises `ModelError` when the run has lost it."""
     store = open_store(tracking)
-
-    def work(_: MlflowClient) -> str:
-        with store.as_default():
-            return str(mlflow.artifacts.load_text(f"runs:/{lineage.run_id}/config.yaml"))
-
-    return store.ask(work)
-
-
-def _environment(store: Store, run_id: str) -> Environment | None:
-    """The environment of a run; None if it did not record one."""
-
-    def work(client: MlflowClient) -> Environment | None:
-        if ENVIRONMENT not in {item.path for item in client.list_artifacts(run_id)}:
-            return None
-        with store.as_default():
-            return Environment.from_json(str(mlflow.artifacts.load_text(f"runs:/{run_id}/{ENVIRONMENT}")))
-
-    return store.ask(work)
+    text = store.read(lineage.run_id, "config.yaml")
+    if text is None:
+        raise ModelError(
+            "the run has no config.yaml any more", place=f"{store.uri}, run {lineage.run_id}", fix="put its artifacts back"
+        )
+    return text
 
 
 def model_names(client: MlflowClient) -> list[str]:

@@ -9,16 +9,17 @@ this module does not do: run steps, or know who orchestrates them.
 """
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import yaml
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Run, ViewType
+from mlflow.entities import LifecycleStage, Run
 
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -30,18 +31,14 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_HASH
 from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
-from grpo_tasks.tracking.shown.prompts import link_to_model, record_held_out, record_system_prompt
-from grpo_tasks.tracking.shown.traces import record_traces
+from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import EndedByOthers, PrunedError, TrackingError
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, GuardData, PreparedData
-from schemas.results.difficulty import DifficultyReport
+from schemas.results.data import DataReport, GuardData
 from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof, StageResult
-from schemas.results.publication import Publication, ReportResult
+from schemas.results.model import StageResult
 
 KEY_TAG = "grpo.key"
 PARENT_TAG = "mlflow.parentRunId"
@@ -69,14 +66,9 @@ def open_run(
         inputs: the configuration as the steps have it, with the copies of the user's own modules, which are uploaded.
         key: content key of the run. The experiment's most recent run with this key is resumed.
         fresh: create a new run even if there is one with this key.
-        flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
-        flow_run_url: address of its page, recorded as tag prefect.flow_run_url.
-        flow_run_name: its name, which becomes part of the name of a new MLflow run, as does the time.
-        name: beginning of the name of a new MLflow run; the configuration's name otherwise.
+        flow_run_id, flow_run_url: the orchestrator's run and its page, recorded as tags prefect.NAME.
+        flow_run_name, name: parts of the name of a new MLflow run, as is the time. `name` is that of the configuration otherwise.
         parent_run_id: the MLflow run of the sweep that the run belongs to.
-
-    Raises:
-        TrackingError: the store cannot be reached or refuses.
     """
     flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
     known = {tag: value for tag, value in (flow | {PARENT_TAG: parent_run_id}).items() if value}
@@ -87,22 +79,17 @@ def open_run(
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
-            failed = fault.failed if isinstance(fault, EndedByOthers) else _is_failure(fault)
-            run.end("FAILED" if failed else "KILLED")
+            broken = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
+            run.end("FAILED" if (fault.failed if isinstance(fault, EndedByOthers) else broken) else "KILLED")
         raise
     run.end("FINISHED")
-
-
-def _is_failure(fault: BaseException) -> bool:
-    return isinstance(fault, Exception) and not isinstance(fault, PrunedError)
 
 
 class TrackedRun:
     """The parent run and its children. Created by `open_run`."""
 
     def __init__(self, config: RunConfig, *, inputs: RunConfig, key: str, fresh: bool, flow: dict[str, str], title: str) -> None:
-        self.config, self._inputs = config, inputs
-        self.key = key
+        self.config, self.key = config, key
         self.store: Store = open_store(config.tracking)
         self._flow = flow
         self._children: dict[str, RunHandle] = {}
@@ -111,14 +98,19 @@ class TrackedRun:
         """The data of the run, once it is recorded."""
         parent = {PARENT_TAG: flow[PARENT_TAG]} if PARENT_TAG in flow else {}
         tags = {"grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL)) | parent
-        run, is_new = find_or_create(self.store, config, key=key, title=title, tags=tags, fresh=fresh)
+        run, is_new = find_or_create(self.store, config, title, by={KEY_TAG: key}, tags=tags, fresh=fresh)
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
         if is_new:
             self.handle.wake()
-        self._record_config()
-        # The calls above have a short patience, so that a wrong address fails soon. A store that was reachable when the run began
-        # gets the configured patience.
-        self.store = self.handle.store = replace(self.store, patience_s=config.tracking.patience_s)
+        params = flatten(config)
+
+        def record_config() -> None:
+            self.handle.params(params)
+            self.handle.text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), "config.yaml")
+            records.record_sources(self.handle, inputs)
+            self.handle.tags({"seed": str(config.seed)})
+
+        self.handle.once(f"config.{_short_hash(repr(sorted(params.items())))}", record_config)
 
     @property
     def run_id(self) -> str:
@@ -132,40 +124,25 @@ class TrackedRun:
 
     def record(self, result: StepResult) -> bool:
         """Record a step's result from its folder; False when it was recorded before, and then nothing is written."""
-        run = self.handle
-        match result:
-            case StageResult():
-                return self._record_stage(result)
-            case PreparedData():
-                step, work = "prepare_data", partial(records.record_prepared, run, result)
-            case GuardData():
-                # Before DataReport, which it is one of.
-                step, work = f"check_guard.{result.label}", partial(records.record_guard_data, run, result)
-            case DataReport():
-                self.data = result
-                step, work = "validate_data", partial(self._record_data, result)
-            case LabReport():
-                step, work = "probe_rewards", partial(records.record_lab, run, result)
-            case DifficultyReport():
-                step, work = f"measure_difficulty.{result.label}", partial(records.record_difficulty, run, result)
-            case EvalReport():
-                step, work = f"evaluate_model.{result.label}", partial(self._record_evaluation, result)
-            case MergeProof():
-                step, work = "merge_adapter", partial(records.record_merge, run, result)
-            case Publication():
-                # A second time when a person has decided about a version that waited for it.
-                step = "publish_model.pending" if result.awaits_approval else "publish_model"
-                work = partial(records.record_publication, run, self.config, result)
-            case ReportResult():
-                step, work = "write_report", partial(records.record_report, run, result)
-            case _:
-                step, work = result.directory.parent.name, partial(records.record_step, run, result)
+        if isinstance(result, StageResult):
+            return self._record_stage(result)
+        if isinstance(result, DataReport) and not isinstance(result, GuardData):
+            self.data = result
+        # A publication is recorded a second time when a person has decided about a version that waited for it.
+        label = getattr(result, "label", "pending" if getattr(result, "awaits_approval", False) else "")
+        step = ".".join(filter(None, [result.directory.parent.name, label]))
 
-        def work_and_log() -> None:
-            work()
-            records.record_log(run, result, step)
+        def work() -> None:
+            records.record(self.handle, self.config, result, self.data)
+            stage = next(
+                (stage for stage in self._stages if isinstance(result, EvalReport) and stage.stage == result.label), None
+            )
+            if isinstance(result, EvalReport) and stage is not None:
+                at = records.made_at(result, self.handle)
+                record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
+            records.record_log(self.handle, result, step)
 
-        return run.once(f"{step}.{_mark(result)}", work_and_log)
+        return self.handle.once(f"{step}.{_mark(result)}", work)
 
     def said_about_files(self) -> str:
         """A sentence if the artifacts lie outside of the project: it was moved, or its experiment was made elsewhere."""
@@ -206,14 +183,11 @@ class TrackedRun:
         name = f"{stage}.{key}"
         if name not in self._children:
             tags = {PARENT_TAG: self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
-            with self.store.lock("open-run", who=f"the run {self.config.name}"):
-                run = _find(self.store, self.experiment_id, tags)
-                if run is None:
-                    self.handle.wake()
-                    run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
-            handle = RunHandle(self.store, run)
-            params = stage_params(self.config, stage)
-            handle.once(f"config.{_digest(params)}", lambda: handle.params(params))
+            run, is_new = find_or_create(self.store, self.config, stage, by=tags)
+            if is_new:
+                self.handle.wake()
+            handle, params = RunHandle(self.store, run), stage_params(self.config, stage)
+            handle.once(f"config.{_short_hash(repr(sorted(params.items())))}", lambda: handle.params(params))
             self._children[name] = handle
         return self._children[name]
 
@@ -238,80 +212,47 @@ class TrackedRun:
             record_checkpoints(child, result, stage_params(self.config, result.stage))
 
         done = child.once(f"train_stage.{_mark(result)}", work)
-        self._link_system_prompt(child, _mark(result))
+        if self.system_prompt is not None:
+            # Not inside of the work that records the stage: linking a run takes the same lock.
+            prompt = str(record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))
+
+            def link() -> None:
+                for model in logged_models(child):
+                    link_to_model(child, prompt, model.model_id)
+
+            child.once(f"prompt_of_models.{_mark(result)}", link)
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
-        overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
-        self.handle.once(overview, self._draw_overview)
+
+        def draw_overview() -> None:
+            from grpo_tasks.tracking.plots import plot_overview
+
+            journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
+            self.handle.file(plot_overview(journals, result.directory / "overview.png"), "plots")
+
+        self.handle.once(f"overview.{_short_hash('-'.join(map(_mark, self._stages)))}", draw_overview)
         return done
-
-    def _link_system_prompt(self, child: RunHandle, mark: str) -> None:
-        """Link the system prompt to this run, to a stage's run and to its logged models."""
-        if self.system_prompt is None:
-            return
-        # Not inside of the work that records the stage: linking a run takes the same lock.
-        prompt = str(record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))
-
-        def work() -> None:
-            for model in logged_models(child):
-                link_to_model(child, prompt, model.model_id)
-
-        child.once(f"prompt_of_models.{mark}", work)
-
-    def _record_data(self, result: DataReport) -> None:
-        records.record_data(self.handle, result)
-        record_held_out(self.handle, self.config.name, result)
-
-    def _record_evaluation(self, result: EvalReport) -> None:
-        records.record_evaluation(self.handle, result, self.data)
-        at = records.made_at(result, self.handle)
-        record_traces(self.handle, result, self.data, timestamp_ms=at)
-        stage = next((stage for stage in self._stages if stage.stage == result.label), None)
-        if stage is not None:
-            record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
-
-    def _draw_overview(self) -> None:
-        from grpo_tasks.tracking.plots import plot_overview
-
-        journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
-        self.handle.file(plot_overview(journals, self._stages[-1].directory / "overview.png"), "plots")
-
-    def _record_config(self) -> None:
-        params = flatten(self.config)
-        tree = self.config.model_dump(mode="json")
-        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-
-        def work() -> None:
-            self.handle.params(params)
-            self.handle.text(text, "config.yaml")
-            records.record_sources(self.handle, self._inputs)
-            self.handle.tags({"seed": str(self.config.seed)})
-
-        self.handle.once(f"config.{_digest(params)}", work)
 
     def _describe(self, handle: RunHandle) -> None:
         """Record the environment. Each process that writes to the run records its own."""
         environment = describe_environment()
         handle.tags(environment.tags() | self._flow)
-        handle.text(environment.to_json(), ENVIRONMENT)
+        handle.text(json.dumps(asdict(environment), indent=2), ENVIRONMENT)
 
 
 def find_or_create(
-    store: Store, config: RunConfig, *, key: str, title: str, tags: dict[str, str], fresh: bool = False
+    store: Store, config: RunConfig, title: str, *, by: dict[str, str], tags: Mapping[str, str] | None = None, fresh: bool = False
 ) -> tuple[Run, bool]:
-    """The newest run with this key in the experiment of a config, and whether it was created now: if there is none, or `fresh`.
-
-    Raises:
-        TrackingError: the store cannot be reached, or the experiment was deleted.
-    """
-    experiment_id = _experiment(store, config.experiment)
+    """The newest run with the tags `by` in the experiment of a config; created, and True, if there is none, or if `fresh`."""
+    experiment_id = store.ask(partial(_experiment, name=config.experiment, uri=store.uri))
+    condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in by.items())
+    newest = ["attributes.start_time DESC"]
     # Without the lock, two processes could both find no run and create two runs with one key.
     with store.lock("open-run", who=f"the run {config.name}"):
-        found = None if fresh else _find(store, experiment_id, {KEY_TAG: key})
-        if found is not None:
-            return found, False
-        tags = {KEY_TAG: key} | tags
-        return store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title)), True
+        found = store.ask(lambda client: client.search_runs([experiment_id], condition, max_results=1, order_by=newest))
+        if found and not fresh:
+            return found[0], False
+        return store.ask(lambda client: client.create_run(experiment_id, tags={**by, **(tags or {})}, run_name=title)), True
 
 
 def _mark(result: StepResult) -> str:
@@ -320,38 +261,19 @@ def _mark(result: StepResult) -> str:
     return ".".join(filter(None, [result.key[:_KEY_CHARS], contents]))
 
 
-def _digest(params: dict[str, str]) -> str:
-    return _short_hash(repr(sorted(params.items())))
-
-
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_KEY_CHARS]
 
 
-def _experiment(store: Store, name: str) -> str:
+def _experiment(client: MlflowClient, *, name: str, uri: str) -> str:
     """Id of the experiment with this name, created if there is none."""
-
-    def work() -> str:
-        found = store.client.get_experiment_by_name(name)
-        if found is None:
-            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
-        if found.lifecycle_stage == "deleted":
-            raise TrackingError(
-                f"the experiment {name} was deleted in MLflow",
-                place=store.uri,
-                fix=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
-            )
-        return str(found.experiment_id)
-
-    return store.ask(lambda _: work())
-
-
-def _find(store: Store, experiment_id: str, tags: dict[str, str]) -> Run | None:
-    """The most recent run with these tags."""
-    condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-    found = store.ask(
-        lambda client: client.search_runs(
-            [experiment_id], condition, run_view_type=ViewType.ACTIVE_ONLY, max_results=1, order_by=["attributes.start_time DESC"]
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return client.create_experiment(name, tags=EXPERIMENT_TAGS)
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"the experiment {name} was deleted in MLflow",
+            place=uri,
+            fix=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
         )
-    )
-    return found[0] if found else None
+    return str(found.experiment_id)

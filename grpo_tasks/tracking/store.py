@@ -3,7 +3,8 @@
     TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
                                                                          ->  lock("publish-NAME"): one process of this machine
 
-Every call can be repeated without harm. Importing this module imports mlflow, which takes seconds.
+Every call can be repeated without harm. Whatever asks a store raises `TrackingError` when it cannot be reached or refuses.
+Importing this module imports mlflow, which takes seconds.
 """
 
 import os
@@ -27,8 +28,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,8 +52,10 @@ from schemas.config.types import why_no_store
 from schemas.errors import StoreAwayError, TrackingError, disk_full
 
 DEFAULT_URI = "sqlite:///mlflow.db"
+FIRST_S = 6.0
+"""Longest patience in seconds with a store that was never reached before, so that a wrong address fails soon."""
 CHECK_S = 4.0
-"""Patience in seconds with a store that was never reached before."""
+"""The same where nothing else is waiting for the store."""
 LAST_S = 2
 """Longest wait in seconds for one answer, when an interrupt has ended the work and only its end is left to be recorded."""
 T = TypeVar("T")
@@ -79,49 +83,41 @@ class Store:
 
     uri: str
     client: MlflowClient
-    patience_s: float = 6.0
-    """Longest time in seconds that `ask` retries. That of a config counts once the store has answered (`open_store`)."""
+    patience_s: float = FIRST_S
+    """Longest time in seconds that `ask` retries once the store has answered this process; before, `FIRST_S` at most."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
-        """Run a repeatable call; retry it while the store is unreachable or another process created the same row first.
-
-        Raises:
-            TrackingError: the store could not be reached for `patience_s` seconds, or it refuses.
-        """
+        """Run a repeatable call; retry it while the store is unreachable or another process created the same row first."""
         try:
             with at_the_end() as ending:
-                answer = _attempts(LAST_S if ending else self.patience_s)(work, self.client)
+                patience_s = self.patience_s if self.uri in _answered else min(self.patience_s, FIRST_S)
+                answer = _attempts(LAST_S if ending else patience_s)(work, self.client)
         except FAULTS as fault:
             raise self.error(fault) from fault
         _answered.add(self.uri)
         return answer
 
-    @contextmanager
-    def lock(self, what: str, *, who: str) -> Iterator[None]:
-        """Hold this machine's lock on the operation `what` of this store while the block runs.
+    def lock(self, what: str, *, who: str) -> AbstractContextManager[None]:
+        """Hold this machine's lock on the operation `what` of this store; `who` is shown to processes that wait for it.
 
-        The lock does not stop processes on other machines. Read the store inside the block, so that their changes are seen. `who`
-        is shown to processes that wait for the lock.
+        It does not stop processes on other machines. Read the store inside the block, so that their changes are seen.
         """
-
-        def waiting(holder: str) -> None:
-            _log.warning("waiting for the lock %s, which %s holds", what, holder)
-
-        with alone(_lock_of(self.uri, what), who=who, waiting=waiting):
-            yield
+        waiting = partial(_log.warning, "waiting for the lock %s, which %s holds", what)
+        return alone(_lock_of(self.uri, what), who=who, waiting=waiting)
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault as an error that tells the user what to do."""
         said = reason_of(fault)
+        not_mlflow = "error_code" not in fault.json if isinstance(fault, RestException) else _NOT_MLFLOW.search(said)
         if found := _DELETED_RUN.search(said):
             return deleted_run(found[1], self.uri)
         if disk_full(fault):
             fix = "free some disk space, then run the same command: it resumes"
         elif "No such artifact" in said:
             fix = "its files are not where MLflow has left them: put them back, or run its config again, which uploads them"
-        elif _refuses_login(fault):
+        elif isinstance(fault, MlflowException) and fault.error_code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
             fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        elif _is_another_server(fault):
+        elif not_mlflow:
             said = f"the server at this address is not MLflow, or a page to sign in is in front of it: {said}"
             fix = f"{_SELECTS}; export MLFLOW_TRACKING_TOKEN, or a login, for a page to sign in"
         elif is_temporary(fault):
@@ -134,16 +130,33 @@ class Store:
     @contextmanager
     def as_default(self) -> Iterator[None]:
         """Make this the store of mlflow's global functions inside the block. Model logging and downloads have no other way."""
-        before, variable = mlflow.get_tracking_uri(), os.environ.get("MLFLOW_TRACKING_URI")
-        mlflow.set_tracking_uri(self.uri)
-        try:
-            yield
-        finally:
-            mlflow.set_tracking_uri(before)
-            # set_tracking_uri leaves its argument in the environment, where it would look like the user's own choice.
-            os.environ.pop("MLFLOW_TRACKING_URI", None)
-            if variable is not None:
-                os.environ["MLFLOW_TRACKING_URI"] = variable
+        before = mlflow.get_tracking_uri()
+        # set_tracking_uri leaves its argument in the environment, where it would look like the user's own choice.
+        with _environment({"MLFLOW_TRACKING_URI": self.uri}):
+            mlflow.set_tracking_uri(self.uri)
+            try:
+                yield
+            finally:
+                mlflow.set_tracking_uri(before)
+
+    def ask_globally(self, work: Callable[[MlflowClient], T]) -> T:
+        """`ask` while this is the store of mlflow's global functions."""
+        with self.as_default():
+            return self.ask(work)
+
+    def download(self, run_id: str, path: str, folder: Path) -> Path | None:
+        """An artifact of a run in `folder`; None when the run has none of this name."""
+        siblings = self.ask(lambda client: client.list_artifacts(run_id, path.rpartition("/")[0] or None))
+        if path not in {item.path for item in siblings}:
+            return None
+        load = partial(mlflow.artifacts.download_artifacts, run_id=run_id, artifact_path=path, dst_path=str(folder))
+        return Path(self.ask_globally(lambda _: load()))
+
+    def read(self, run_id: str, path: str) -> str | None:
+        """The text of an artifact of a run; None when the run has none of this name."""
+        with tempfile.TemporaryDirectory() as folder:
+            found = self.download(run_id, path, Path(folder))
+            return None if found is None else found.read_text(encoding="utf-8")
 
 
 def pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
@@ -166,14 +179,19 @@ def versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
     return [version for version in found if version.name == name]
 
 
-def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
-    """The run; None when it was removed for good."""
+def or_none(call: Callable[[], T]) -> T | None:
+    """What a call returns; None where MLflow says that there is no such run, model, version or alias."""
     try:
-        return client.get_run(run_id)
+        return call()
     except MlflowException as fault:
-        if fault.error_code == "RESOURCE_DOES_NOT_EXIST":
+        if fault.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
+    """The run; None when it was removed for good."""
+    return or_none(lambda: client.get_run(run_id))
 
 
 def is_temporary(fault: BaseException) -> bool:
@@ -190,23 +208,11 @@ def is_conflict(fault: BaseException) -> bool:
     return isinstance(fault, FAULTS) and bool(_CONFLICT.search(str(fault)))
 
 
-def _refuses_login(fault: Exception) -> bool:
-    return isinstance(fault, MlflowException) and fault.error_code in ("UNAUTHENTICATED", "PERMISSION_DENIED")
-
-
-def _is_another_server(fault: Exception) -> bool:
-    if isinstance(fault, RestException):
-        return "error_code" not in fault.json
-    return isinstance(fault, MlflowException) and _NOT_MLFLOW.search(str(fault)) is not None
-
-
 def reason_of(fault: BaseException) -> str:
     """The whole reason that a library gives, without the statements that SQLAlchemy quotes."""
     lines = [line.rstrip() for line in str(fault).strip().splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith(_QUOTED)) or type(fault).__name__
-
-
-_QUOTED = ("(raised as a result of", "[SQL:", "[parameters:", "(Background on this error")
+    quoted = ("(raised as a result of", "[SQL:", "[parameters:", "(Background on this error")
+    return "\n".join(line for line in lines if line and not line.startswith(quoted)) or type(fault).__name__
 
 
 def deleted_run(run_id: str, uri: str) -> TrackingError:
@@ -286,17 +292,11 @@ def resolve_uri(tracking: TrackingConfig) -> str:
 
 
 def open_store(tracking: TrackingConfig, *, known: bool = False) -> Store:
-    """The store that a configuration names.
-
-    Args:
-        tracking: the configuration.
-        known: the process that started this one has reached the store, so it gets the patience of the configuration.
-
-    Raises:
-        TrackingError: mlflow does not know this kind of uri, or its database cannot be opened.
-    """
+    """The store that a configuration names. `known`: the process that started this one has reached it."""
     store = connect(resolve_uri(tracking))
-    return replace(store, patience_s=tracking.patience_s) if known or store.uri in _answered else store
+    if known:
+        _answered.add(store.uri)
+    return replace(store, patience_s=tracking.patience_s)
 
 
 _answered: set[str] = set()
@@ -304,11 +304,7 @@ _answered: set[str] = set()
 
 
 def check_store(tracking: TrackingConfig) -> int:
-    """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started.
-
-    Raises:
-        TrackingError: the store does not answer, refuses the login, or is another server.
-    """
+    """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started."""
     store = replace(open_store(tracking), patience_s=CHECK_S)
     # A server that takes the connection and says nothing would hold each request for a minute.
     with _environment({_TIMEOUT: str(round(CHECK_S))}):
@@ -323,7 +319,10 @@ def connect(uri: str) -> Store:
     try:
         prepare(uri)
         if not uri.startswith(("http", "sqlite")):
-            _attempts(CHECK_S)(_ask_database, uri)
+            # MLflow itself would try for two minutes.
+            engine = sqlalchemy.create_engine(uri)
+            _attempts(CHECK_S)(lambda: engine.connect().close())
+            engine.dispose()
         return Store(uri=uri, client=_attempts(None)(MlflowClient, tracking_uri=uri))
     except ModuleNotFoundError as fault:
         raise TrackingError(
@@ -335,16 +334,6 @@ def connect(uri: str) -> Store:
             place=uri,
             fix="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
         ) from fault
-
-
-def _ask_database(uri: str) -> None:
-    """Connect once; MLflow itself would try for two minutes."""
-    engine = sqlalchemy.create_engine(uri)
-    try:
-        with engine.connect():
-            pass
-    finally:
-        engine.dispose()
 
 
 def prepare(uri: str) -> None:

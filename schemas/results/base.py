@@ -6,7 +6,8 @@ same inputs and the same code. Durations are recorded but do not count in the ke
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -47,6 +48,20 @@ class Result(BaseModel):
             if found.seal and found.seal != found._digest():
                 raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(place))
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of what a person reads about a result, as Markdown (content/markdown.py), on a page or in a terminal."""
+
+    title: str = ""
+    text: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    right: Sequence[str] = ()
+    """Columns with numbers."""
+    quotes: Mapping[str, str] = field(default_factory=dict)
+    """Texts that are shown as they are, by what they are."""
 
 
 class OutputFile(Result):

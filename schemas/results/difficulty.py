@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from schemas.results.base import Result, StepResult
+from schemas.results.base import Result, Section, StepResult
 from schemas.results.evaluation import Interval
 
 BINS = ("never solved", "up to 25 %", "25 to 50 %", "50 to 75 %", "75 to 100 %", "always solved")
 """Headings of a histogram of pass rates; an upper bound belongs to its bin."""
+
+CONFIDENCE = 0.95
+"""Confidence level of the intervals of pass rates."""
 
 
 def histogram(rates: Iterable[float]) -> list[int]:
@@ -55,6 +58,21 @@ class DifficultyReport(StepResult):
         """The mean pass rate of each stage."""
         known = [f"{stage.stage} {stage.mean.value:.1%}" for stage in self.stages if stage.mean is not None]
         return f"mean pass rate: {', '.join(known) or 'unknown'}"
+
+    def sections(self) -> list[Section]:
+        """How the pass rates were measured, and how many prompts have which."""
+        screened = f", {self.screen} where none of the first {self.screen} is solved" if self.screen else ""
+        measured = (
+            f"{self.samples} completions of each training prompt{screened}. A completion is solved when its reward reaches "
+            f"{self.success:.0%} of the full reward. Intervals are Wilson's at {CONFIDENCE:.0%}."
+        )
+        rows = []
+        for one in self.stages:
+            mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
+            rows.append([one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram)])
+        how = "The pass rates come from a column of the data." if self.origin == "column" else measured
+        columns = ("prompts", "mean pass rate", *BINS)
+        return [Section(text=how, columns=("rewards of stage", *columns), rows=rows, right=columns)]
 
     @property
     def pass_rates(self) -> Path:

@@ -1,10 +1,11 @@
 """Results of held-out evaluations and of their comparison."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD, figure_text
-from schemas.results.base import Result, StepResult
+from schemas.results.base import Result, Section, StepResult
 from schemas.results.model import ModelRef
 
 _SHOWN = (ACCURACY, FORMAT_RATE, REWARD)
@@ -98,6 +99,21 @@ class GuardCheck(Result):
             f"guard {self.name}: {self.metric} {self.theirs:.4g} -> {self.ours:.4g} against the {self.against} over "
             f"{self.prompts} prompts, p = {self.p_value:.2g}, limit {self.limit}"
         )
+
+
+def guard_sections(guards: Sequence[GuardCheck]) -> list[Section]:
+    """A table of all guards, then the examples of those that failed; nothing when there are no guards."""
+    rows = []
+    for one in guards:
+        figures = [f"{one.theirs:.4g}", f"{one.ours:.4g}", one.limit, f"{one.p_value:.2g}"]
+        rows.append([f"{one.name} against {one.against}", one.metric, *figures, "yes" if one.passed else "no"])
+    columns = ("guard", "metric", "before", "after", "limit", "p", "passed")
+    sections = [Section(title="Guards", columns=columns, rows=rows, right=("before", "after", "p"))] if guards else []
+    for guard in guards:
+        for number, example in enumerate(guard.worse):
+            texts = {"Question": example.question, "Before": example.before, f"After ({example.change:+.4g})": example.after}
+            sections.append(Section(title="" if number else f"Worse: {guard.name} ({guard.metric})", quotes=texts))
+    return sections
 
 
 class Regression(Result):

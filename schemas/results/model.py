@@ -9,7 +9,7 @@ from pydantic import Field
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import REWARD
-from schemas.results.base import Result, StepResult
+from schemas.results.base import Result, Section, StepResult
 
 
 class ModelRef(Result):
@@ -218,3 +218,28 @@ class MergeProof(StepResult, MergeFigures):
     def headline(self) -> str:
         """In which precision the model was merged, how much of the training it keeps, and why."""
         return f"merged in {self.choice()}"
+
+    def sections(self) -> list[Section]:
+        """How far the merged model is from base + adapter, and which precisions were tried."""
+        distance = f"difference of a token's log-probability, nats (limit {self.tolerance:g})"
+        rows = [
+            ["KL divergence, nats per token", f"{self.base_kl:.3g}", f"{self.merged_kl:.3g}"],
+            [distance, f"{self.base_logprob_difference:.2g}", f"{self.mean_logprob_difference:.2g}"],
+            ["identical greedy tokens", f"{self.base_greedy_agreement:.1%}", f"{self.greedy_agreement:.1%}"],
+        ]
+        tried = [[one.dtype, percent(one.kept_weights), one.reason] for one in self.refused]
+        tried.append([self.dtype, percent(self.kept_weights), f"taken: it keeps {percent(self.kept)} of what the policy changed"])
+        compared = (
+            f"Saved in {self.choice()}. Base and merged model are compared with base + adapter, on a likeliest and a sampled "
+            f"completion of {self.prompts} held-out prompts."
+        )
+        rounding = (
+            f"Before rounding, a token's log-probability differs by at most {self.merge_difference:.2g} nats. Size "
+            f"{self.size_bytes / 2**20:.1f} MiB, SHA-256 {self.sha256}."
+        )
+        columns, sizes = ("base", "merged model"), ("precision", "change of the weights kept", "result")
+        return [
+            Section(text=compared, columns=("distance from base + adapter", *columns), rows=rows, right=columns),
+            Section(columns=sizes, rows=tried, right=sizes[1:2]),
+            Section(text=rounding),
+        ]

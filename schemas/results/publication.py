@@ -6,10 +6,10 @@ from typing import Literal, Self
 from pydantic import Field
 
 from schemas.metrics import figure_text
-from schemas.results.base import Result, StepResult
+from schemas.results.base import Result, Section, StepResult
 from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
+from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression, guard_sections
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 
@@ -129,6 +129,25 @@ class PublishedFacts(Result):
     def of(cls, publication: Publication) -> Self:
         """The decision of a publication."""
         return cls.model_validate(publication.model_dump(include=set(cls.model_fields)))
+
+    def sections(self, alpha: float) -> list[Section]:
+        """The tests at the level `alpha`, the checks and the guards behind the decision."""
+        yes = {True: "yes", False: "no"}
+        tests = [
+            [f"against {test.against}", test.metric, f"{test.difference:+.4f}", f"{test.p_value:.4g}", yes[test.better]]
+            for test in self.tests
+        ]
+        checks = []
+        for one in self.regressions:
+            bound = f"{one.limit:.4g}" if one.p_value is None else f"p = {one.p_value:.2g}"
+            where = f"must not be worse than {one.against}"
+            checks.append([where, one.metric, f"{one.ours:.4g}", f"{one.theirs:.4g}", bound, yes[one.passed]])
+        tested, checked = (f"paired test, alpha {alpha:g}", "metric", "difference", "p", "better"), ("ours", "theirs", "limit")
+        return [
+            Section(columns=tested, rows=tests, right=("difference", "p")),
+            Section(columns=("check", "metric", *checked, "passed"), rows=checks, right=checked),
+            *guard_sections(self.guards),
+        ]
 
 
 class ReportResult(StepResult):

@@ -15,7 +15,7 @@ from flows.flow_run import open_flow_run
 from flows.steps import base_model, evaluation_of, validated_data
 from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.publish_model import publish_model
-from grpo_tasks.tracking.served.libraries import prepare_publishing
+from grpo_tasks.tracking.publishing import prepare_publishing
 from schemas.config.load import load_config
 
 SETTINGS = ["evaluation.max_prompts=16", "evaluation.num_samples=1", "resources.device=cpu"]

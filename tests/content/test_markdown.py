@@ -5,7 +5,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.content.markdown import code, table
+from grpo_tasks.content.markdown import as_markdown, code, table
+from schemas.results.base import Section
 
 
 def split_cells(line):
@@ -45,3 +46,12 @@ def test_any_text_stays_in_its_own_cell(texts, as_code):
     lines = table(["first", "second"], [cells]).split("\n")
     assert len(lines) == 3
     assert len(split_cells(lines[2])) == 2
+
+
+def test_sections_stand_below_each_other_and_their_quotes_are_shown_as_they_are():
+    table_of = Section(title="Guards", text="Both passed.", columns=("guard", "p"), rows=[["safety", "0.5"]], right=("p",))
+    quoted = Section(quotes={"Before": "# fine\n```", "After": ""})
+    assert as_markdown([table_of, quoted]) == (
+        "## Guards\n\nBoth passed.\n\n| guard | p |\n|---|---:|\n| safety | 0.5 |\n\n"
+        "Before:\n\n    # fine\n    ```\n\nAfter:\n\n    (empty)\n"
+    )

@@ -38,7 +38,7 @@ def test_the_newest_run_of_rejection_sampling_on_the_same_data_is_the_baseline(r
     config, run = recorded("4", 0.9, GRPO)
     found = against_rejection(config, run.run_id, data_report.digest)
     assert (found.first.run_id, found.second.run_id) == (baseline.run_id, run.run_id)
-    assert found.first.kinds == {"rejection"}
+    assert found.first.settings["stages.0.kind"] == "rejection"
     assert found.first.tokens == 400
     [accuracy] = [one for one in found.figures if one.name == "accuracy"]
     assert accuracy.difference == pytest.approx(accuracy.second - accuracy.first)

@@ -121,7 +121,7 @@ def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys, monkeypa
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
     assert "1.500" in lines["reward"]
     assert "%" not in lines["reward"]
-    assert "50.0%" in lines["accuracy"]
+    assert "50.0 %" in lines["accuracy"]
 
 
 def test_only_common_prompts_are_compared():

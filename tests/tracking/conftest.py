@@ -23,10 +23,11 @@ from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.operating.commands import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import find_champion
+from grpo_tasks.tracking.models import current_champion
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
+from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, RuleCount, TokenLengths
 from schemas.results.evaluation import EvalReport, Interval, PairedTest
@@ -217,8 +218,8 @@ def data_report(tmp_path):
 @pytest.fixture
 def lab_report(tmp_path):
     """A lab's report on disk, with a probe of 1 MB."""
-    directory = tmp_path / "lab"
-    directory.mkdir()
+    directory = tmp_path / "probe_rewards" / "all"
+    directory.mkdir(parents=True)
     pl.DataFrame(
         {"probe": ["perfect", "megabyte"], "completion": ["ok", "z" * 1_000_000], "scores": [[1.0], [0.0]], "format": [1.0, 0.0]}
     ).write_parquet(directory / "probes.parquet")
@@ -329,7 +330,7 @@ def publish_one(make_config, make_merge, make_evaluation):
 
     def make(uri, letter, *, better=True, config=None, key=None):
         config = config or make_config(uri)
-        champion = find_champion(config.registered_model, config.tracking)
+        champion = current_champion(open_store(config.tracking), config.registered_model)
         tests = [verdict("base", True)] + ([verdict("champion", better)] if champion else [])
         origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
         with open_run(config, key=key or letter) as run:

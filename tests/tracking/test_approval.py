@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 from flows.approval import SuspendedRun, continued_flow_run, read_asked, write_asked
 from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, find_champion
+from grpo_tasks.tracking.models import Champion, current_champion
 from grpo_tasks.tracking.publishing import Decision, publish, with_approval
 from grpo_tasks.tracking.registry import decide_pending, is_overtaken
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.shown.headline import NOTE
+from grpo_tasks.tracking.store import open_store
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import DamagedError, ModelError, TrackingError
 from schemas.results.publication import Approval, Publication, Trained
@@ -69,7 +70,7 @@ def waiting(database, make_config, make_merge, make_evaluation, tmp_path):
             log=log_model,
             prove=prove_served,
         )
-    first = find_champion(config.registered_model, config.tracking)
+    first = current_champion(open_store(config.tracking), config.registered_model)
 
     def again():
         tests = [result_of("base", better=True), result_of("champion", better=True)]
@@ -83,7 +84,7 @@ def waiting(database, make_config, make_merge, make_evaluation, tmp_path):
         return decision
 
     assert again().awaits_approval
-    assert find_champion(config.registered_model, config.tracking) == first
+    assert current_champion(open_store(config.tracking), config.registered_model) == first
     return config, again
 
 

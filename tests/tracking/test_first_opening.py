@@ -126,13 +126,6 @@ def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_na
     assert "a new store replaces it" in caplog.text
 
 
-@pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_", "RENAME TO", "UPDATE alembic_version"])
-def test_a_killed_migration_in_place_loses_no_run(old_store, uri, file, words):
-    shutil.copy(old_store, file)
-    kill_migration(uri, words)
-    assert run_names(uri) == ["kept"]
-
-
 def test_a_store_of_an_older_mlflow_is_migrated_completely_or_not_at_all_and_kept(old_store, uri, file):
     shutil.copy(old_store, file)
     before = file.read_bytes()
@@ -142,14 +135,21 @@ def test_a_store_of_an_older_mlflow_is_migrated_completely_or_not_at_all_and_kep
     assert file.with_name("mlflow.db.before-migration").read_bytes() == before
 
 
-def test_an_irreparable_store_with_runs_is_refused_and_not_changed(old_store, uri, file):
+@pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_", "RENAME TO", "a table with a row"])
+def test_a_half_migrated_store_with_runs_is_refused_and_not_changed(old_store, uri, file, words):
     shutil.copy(old_store, file)
-    make_irreparable(file)
-    before = file.read_bytes()
+    if words.startswith("a table"):
+        make_irreparable(file)
+    else:
+        kill_migration(uri, words)
+    # What a killed writer left in SQLite's own journal is rolled back first.
+    with closing(sqlite3.connect(file)) as connection:
+        before = list(connection.iterdump())
     with pytest.raises(TrackingError, match="half migrated") as caught:
         connect(uri)
     assert "mv" in caught.value.fix
-    assert file.read_bytes() == before
+    with closing(sqlite3.connect(file)) as connection:
+        assert list(connection.iterdump()) == before
 
 
 def test_a_store_of_a_newer_mlflow_is_refused_and_not_changed(old_store, uri, file):

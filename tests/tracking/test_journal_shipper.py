@@ -14,8 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.tracking import journal as journal_module
-from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.handle import MAX_METRICS, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
@@ -63,7 +62,6 @@ def test_a_journal_is_shipped_as_it_grows_with_its_own_times(child, stage):
     assert shipper.ship()
     write_journal(stage.journal, range(4, 130))
     assert shipper.ship()
-    assert shipper.last_step == 129
     lines = map(json.loads, stage.journal.read_text().splitlines())
     expected = [(line["step"], line["metrics"]["reward"], line["timestamp_ms"]) for line in lines]
     assert history(child.store.client, child.run_id, "reward") == expected
@@ -126,7 +124,7 @@ from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 uri, run_id, stage = sys.argv[1:]
-journal.MAX_BATCH = 50
+journal.MAX_METRICS = 50
 store = open_store(TrackingConfig(tracking_uri=uri))
 handle = RunHandle(store, store.client.get_run(run_id))
 journal.JournalShipper(store, Path(stage), lambda: handle).ship()
@@ -210,12 +208,16 @@ def test_a_damaged_line_is_named(child, stage):
     assert caught.value.place == f"{stage.journal}:2"
 
 
-def test_no_call_exceeds_mlflows_limit_and_no_step_is_split():
-    lines = [journal_module.JournalLine(step, 0, {f"m{number}": 0.0 for number in range(37)}) for step in range(1, 200)]
-    batches = list(journal_module._batches(lines))
-    assert [line.step for batch in batches for line in batch] == list(range(1, 200))
-    assert max(sum(len(line.metrics) for line in batch) for batch in batches) <= 1_000
-    assert len(batches) == -(-199 // (1_000 // 37))
+def test_no_call_exceeds_mlflows_limit_and_no_step_is_split(child, stage, monkeypatch):
+    calls, send = [], child.store.client.log_batch
+    monkeypatch.setattr(child.store.client, "log_batch", lambda run_id, metrics: (calls.append(metrics), send(run_id, metrics)))
+    write_journal(stage.journal, range(1, 200))
+    assert shipper_of(child, stage).ship()
+    assert steps_of(child) == list(range(1, 200))
+    assert max(map(len, calls)) <= MAX_METRICS
+    steps = [{metric.step for metric in metrics} for metrics in calls]
+    assert sum(map(len, steps)) == 199
+    assert len(calls) == -(-199 // (MAX_METRICS // 11))
 
 
 def test_the_uri_in_the_environment_is_the_default(monkeypatch, tmp_path):

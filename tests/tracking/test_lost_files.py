@@ -15,7 +15,7 @@ from mlflow.exceptions import INVALID_PARAMETER_VALUE, MlflowException
 
 from flows.model_names import fetch_model
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import check_champion, fetch_version, find_champion
+from grpo_tasks.tracking.models import check_champion, current_champion, fetch_version
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.registry import find_version, lineage_of, rollback
 from grpo_tasks.tracking.runs import open_run
@@ -61,7 +61,7 @@ def test_a_champion_whose_run_was_collected_is_named_and_runs_go_on_without_it(
     database, publish_one, make_config, make_merge, make_evaluation
 ):
     config = publish_one(database, "1")
-    name, run_id = config.registered_model, find_champion(config.registered_model, config.tracking).run_id
+    name, run_id = config.registered_model, current_champion(open_store(config.tracking), config.registered_model).run_id
     MlflowClient(database).delete_run(run_id)
     collected = CliRunner().invoke(gc, ["--backend-store-uri", database, "--run-ids", run_id])
     assert collected.exit_code == 0, collected.output
@@ -73,7 +73,7 @@ def test_a_champion_whose_run_was_collected_is_named_and_runs_go_on_without_it(
         lineage_of(f"{name}/1", config.tracking)
     alone = make_config(database, promotion={"against_champion": False})
     for letter in ("2", "3"):
-        champion = find_champion(name, config.tracking)
+        champion = current_champion(open_store(config.tracking), name)
         with open_run(alone, key=letter) as run:
             decision = offered(run, make_merge(letter), make_evaluation("merged"), champion=champion)
         assert decision.champion
@@ -115,7 +115,7 @@ def test_a_run_that_others_end_while_it_publishes_registers_nothing_or_moves_no_
     with pytest.raises(EndedByOthers), open_run(config, key="run") as run:
         offered(run, make_merge(), make_evaluation("merged"), require_wanted=require_wanted)
     assert len(client.search_model_versions(f"name = '{config.registered_model}'")) == versions
-    assert find_champion(config.registered_model, config.tracking) is None
+    assert current_champion(open_store(config.tracking), config.registered_model) is None
     assert client.get_run(run.run_id).info.status == "FAILED"
 
 

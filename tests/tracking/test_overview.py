@@ -5,8 +5,7 @@ from mlflow import MlflowClient
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from grpo_tasks.tracking.handle import RunHandle
-from grpo_tasks.tracking.overview import parent_runs, recent_runs, registered_versions
-from grpo_tasks.tracking.past_runs import _find
+from grpo_tasks.tracking.past_runs import _find, parent_runs, recent_runs, registered_versions
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG
 from grpo_tasks.tracking.shown.checkpoints import logged_models
 from grpo_tasks.tracking.shown.prompts import _versions
@@ -41,7 +40,7 @@ def test_runs_are_listed_and_found_behind_a_sweep_with_more_runs_than_a_page(cli
 
 
 def test_more_parents_than_a_page_are_all_found_newest_first(client, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.tracking.overview._RUNS_PER_PAGE", 2)
+    monkeypatch.setattr("grpo_tasks.tracking.past_runs._RUNS_PER_PAGE", 2)
     experiment = client.create_experiment("e")
     for time in range(5):
         client.create_run(experiment, start_time=time + 1, tags={KEY_TAG: str(time)})

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.tracking import publishing
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, fetch_version, find_champion
+from grpo_tasks.tracking.models import Champion, current_champion, fetch_version
 from grpo_tasks.tracking.publishing import decide, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
@@ -76,7 +76,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
 ):
     config, client = make_config(any_store), MlflowClient(any_store)
     name, evaluation = config.registered_model, make_evaluation("merged", 0.9)
-    assert find_champion(name, config.tracking) is None
+    assert current_champion(open_store(config.tracking), name) is None
     first = make_merge("1")
     with open_run(config, key="one") as run:
         for _ in range(2):
@@ -91,7 +91,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
             )
     assert (decision.version, decision.champion) == ("1", True)
 
-    champion = find_champion(name, config.tracking)
+    champion = current_champion(open_store(config.tracking), name)
     assert champion == Champion(version="1", sha256=first.sha256, run_id=run.run_id)
     with open_run(config, key="two") as worse:
         tests = [result_of("base", better=True), result_of("champion", better=False)]
@@ -99,7 +99,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
             worse, make_merge("2"), tests=tests, champion=champion, evaluation=evaluation, log=log_model, prove=prove_served
         )
     assert (decision.version, decision.champion) == ("2", False)
-    assert find_champion(name, config.tracking) == champion
+    assert current_champion(open_store(config.tracking), name) == champion
 
     with open_run(config, key="three") as better:
         tests = [result_of("base", better=True), result_of("champion", better=True)]
@@ -107,7 +107,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
             better, make_merge("3"), tests=tests, champion=champion, evaluation=evaluation, log=log_model, prove=prove_served
         )
     assert (decision.version, decision.champion) == ("3", True)
-    assert find_champion(name, config.tracking).version == "3"
+    assert current_champion(open_store(config.tracking), name).version == "3"
 
     assert len(client.search_model_versions(f"name = '{name}'")) == 3
     assert client.get_run(run.run_id).info.status == "FINISHED"
@@ -289,7 +289,7 @@ def test_a_second_decision_replaces_the_first_and_publishing_the_champion_again_
     assert late.obstacle == "version 1 became champion meanwhile and was not compared with; run again"
     assert "Not promoted: version 1 became champion meanwhile" in client.get_model_version(name, "2").description
     client.set_model_version_tag(name, "2", "against_champion.mean_length", "a champion of long ago")
-    first = find_champion(name, config.tracking)
+    first = current_champion(open_store(config.tracking), name)
     for tests in (passed, passed[:1]):
         # The second time, the version is the champion.
         assert offer("two", "2", tests, first).reason.startswith("better than the champion, version 1")

@@ -11,7 +11,7 @@ from mlflow.store.artifact.utils.models import _parse_model_uri
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_tasks.tracking import store as room
-from grpo_tasks.tracking.overview import registered_versions
+from grpo_tasks.tracking.past_runs import registered_versions
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.store import check_store, connect
 from schemas.config.operations import TrackingConfig

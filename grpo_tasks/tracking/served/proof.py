@@ -17,7 +17,6 @@ from typing import Any
 
 import mlflow.artifacts
 import mlflow.pyfunc
-from mlflow import MlflowClient
 
 from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
@@ -41,12 +40,7 @@ class ServedSpec(Result):
 
 
 def prove_served(spec: ServedSpec) -> None:
-    """Load the logged model by pyfunc and ask it.
-
-    Raises:
-        ServedModelError: it cannot be loaded, or an answer differs.
-        TrackingError: the store cannot be reached.
-    """
+    """Load the logged model by pyfunc and ask it. Raises `ServedModelError` where it cannot be loaded, or an answer differs."""
     store = open_store(spec.tracking, known=True)
     place = f"{store.uri}, models:/{spec.model_id}"
     # The answers of the merge proof know no stop strings: generate() has them only by call.
@@ -77,13 +71,9 @@ def _artifact(store: Store, model_id: str) -> Iterator[Path]:
     if kept.is_dir():
         yield kept
         return
-
-    def download(_: MlflowClient) -> Path:
-        with store.as_default():
-            return Path(mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder))
-
     with TemporaryDirectory() as folder:
-        yield store.ask(download)
+        found = store.ask_globally(lambda _: mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder))
+        yield Path(found)
 
 
 def _text(reply: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ Checkpoints and stages point to files on disk (tag `path`) and hold none.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mlflow import MlflowClient
@@ -39,24 +40,35 @@ _KEPT_FIRST = (
 
 def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str, str]) -> None:
     """A logged model for each checkpoint that is on disk and one for the stage, with its settings and its journal's figures."""
-    stage = StageDir(result.directory)
+    stage, lines = StageDir(result.directory), _journal(result)
     known = {model.name: model for model in logged_models(run)}
-    lines = _journal(stage)
+    # The least known names last: they may not fit.
+    first = sorted(
+        params, key=lambda name: next((at for at, start in enumerate(_KEPT_FIRST) if name.startswith(start)), len(_KEPT_FIRST))
+    )
+    kept = {key: params[key][:_VALUE_CHARS] for key in first[:_PARAMS]}
+
+    def ready(name: str, kind: str, tags: dict[str, str]) -> LoggedModel:
+        """The run's logged model of this name, created if there is none."""
+        make = partial(MlflowClient.create_logged_model, experiment_id=run.experiment_id, name=name, source_run_id=run.run_id)
+        model = known.get(name) or run.store.ask(partial(make, tags=tags, params=kept, model_type=kind))
+        if model.status != LoggedModelStatus.READY:
+            return run.store.ask(lambda client: client.finalize_logged_model(model.model_id, LoggedModelStatus.READY))
+        return model
+
     for folder in sorted(stage.checkpoints.glob("step-*")):
         number = folder.name.removeprefix("step-")
         if not number.isdigit():
             continue
         step = int(number)
         tags = {"stage": result.stage, "step": str(step), "path": str(folder)}
-        model = _create(run, known, f"{result.stage}-step-{step}", "checkpoint", tags, params)
-        line = lines.get(step)
-        if line is not None:
+        model = ready(f"{result.stage}-step-{step}", "checkpoint", tags)
+        if step in lines:
             # Names, values and times of the run's own metrics: they are linked, not stored twice.
-            figures = {name: value for name, value in line["metrics"].items() if value is not None}
-            _measure(run, model, figures, step=step, timestamp_ms=line["timestamp_ms"])
+            figures = {name: value for name, value in lines[step]["metrics"].items() if value is not None}
+            _measure(run, model, figures, step=step, timestamp_ms=lines[step]["timestamp_ms"])
     place = str(result.model.adapter or stage.final)
-    tags = {"stage": result.stage, "step": str(result.steps), "path": place, SHA_TAG: result.sha256}
-    _create(run, known, result.stage, "stage", tags, params)
+    ready(result.stage, "stage", {"stage": result.stage, "step": str(result.steps), "path": place, SHA_TAG: result.sha256})
 
 
 def record_stage_figures(
@@ -68,67 +80,27 @@ def record_stage_figures(
         # The stage was recorded by an earlier version of this project.
         return
     # A curve of the training keeps its name: its last point would otherwise come from another measurement.
-    curves = {name for line in _journal(StageDir(stage.directory)).values() for name in line["metrics"]}
+    curves = {name for line in _journal(stage).values() for name in line["metrics"]}
     figures = {name: interval.value for name, interval in result.metrics.items() if name not in curves}
-    _measure(run, model, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
+    measured = {"dataset_name": "eval", "dataset_digest": data.digest[:36]} if data is not None else {}
+    _measure(run, model, figures, step=stage.steps, timestamp_ms=timestamp_ms, **measured)
 
 
-def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
+def _journal(stage: StageResult) -> dict[int, dict[str, Any]]:
     """The lines of the journal by update."""
-    return {line["step"]: line for line in read_lines(stage.journal, JOURNAL_KEYS | {"timestamp_ms": int})[0]}
+    found, _ = read_lines(StageDir(stage.directory).journal, JOURNAL_KEYS | {"timestamp_ms": int})
+    return {line["step"]: line for line in found}
 
 
 def logged_models(run: RunHandle) -> list[LoggedModel]:
     """The logged models of a stage's run: its checkpoints and its end."""
-    condition = f"source_run_id = '{run.run_id}'"
-
-    def work(client: MlflowClient) -> list[LoggedModel]:
-        return list(pages(lambda token: client.search_logged_models([run.experiment_id], condition, page_token=token)))
-
-    return run.store.ask(work)
-
-
-def _create(
-    run: RunHandle,
-    known: Mapping[str, LoggedModel],
-    name: str,
-    kind: str,
-    tags: Mapping[str, str],
-    params: Mapping[str, str],
-) -> LoggedModel:
-    """The run's logged model of this name, created if there is none, and ready."""
-    model = known.get(name)
-    if model is None:
-        kept = {key: params[key][:_VALUE_CHARS] for key in sorted(params, key=_rank)[:_PARAMS]}
-        model = run.store.ask(
-            lambda client: client.create_logged_model(
-                run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), params=kept, model_type=kind
-            )
-        )
-    if model.status != LoggedModelStatus.READY:
-        model_id = model.model_id
-        model = run.store.ask(lambda client: client.finalize_logged_model(model_id, LoggedModelStatus.READY))
-    return model
-
-
-def _rank(name: str) -> int:
-    """The place of a parameter among those that are kept; all others follow in their order."""
-    return next((place for place, first in enumerate(_KEPT_FIRST) if name.startswith(first)), len(_KEPT_FIRST))
+    search = partial(MlflowClient.search_logged_models, experiment_ids=[run.experiment_id])
+    ours = f"source_run_id = '{run.run_id}'"
+    return run.store.ask(lambda client: list(pages(lambda token: search(client, filter_string=ours, page_token=token))))
 
 
 def _measure(
-    run: RunHandle,
-    model: LoggedModel,
-    figures: Mapping[str, float],
-    *,
-    step: int,
-    timestamp_ms: int,
-    data: DataReport | None = None,
+    run: RunHandle, model: LoggedModel, figures: Mapping[str, float], *, step: int, timestamp_ms: int, **data: str
 ) -> None:
-    measured = {"dataset_name": "eval", "dataset_digest": data.digest[:36]} if data is not None else {}
-    run.log_metrics(
-        [
-            Metric(name, float(value), timestamp_ms, step, model_id=model.model_id, run_id=run.run_id, **measured)
-            for name, value in figures.items()
-        ]
-    )
+    of = {"model_id": model.model_id, "run_id": run.run_id} | data
+    run.log_metrics([Metric(name, float(value), timestamp_ms, step, **of) for name, value in figures.items()])

@@ -1,4 +1,4 @@
-"""The system prompt in MLflow's prompt registry: a version for each text, linked to the runs and models that used it."""
+"""What a run used, with versions: its system prompt in MLflow's prompt registry, its held-out rows as an evaluation dataset."""
 
 import hashlib
 import re
@@ -30,64 +30,46 @@ _COMPLETE = "complete"
 def record_system_prompt(run: RunHandle, name: str, text: str | None) -> str | None:
     """Register the text, unless a version has it, and link it to the run.
 
-    Args:
-        run: the parent run.
-        name: of the registered model; the prompt is called NAME-system-prompt.
-        text: the system prompt.
-
     Returns:
-        NAME/VERSION of the prompt; None without a system prompt.
+        NAME/VERSION of the prompt, which is called after the registered model `name`; None without a system prompt.
     """
     if not text or len(text) > LONGEST:
         return None
     prompt = re.sub(r"[^\w.-]", "-", f"{name}-system-prompt", flags=re.ASCII)
     with run.store.lock(f"prompt-{prompt}", who=f"a run that registers the prompt {prompt}"):
-        version = run.store.ask(partial(_version, name=prompt, text=text, experiment_id=run.experiment_id, run=run))
-        if not run.has(f"prompt.{prompt}.{version}"):
-            run.once(f"prompt.{prompt}.{version}", lambda: run.store.ask(partial(_link, run=run, name=prompt, version=version)))
+        version = run.store.ask_globally(partial(_version, name=prompt, text=text, experiment_id=run.experiment_id))
+
+        def link() -> None:
+            run.store.ask_globally(lambda client: client.link_prompt_version_to_run(run.run_id, f"prompts:/{prompt}/{version}"))
+            run.tags({PROMPT_TAG: f"{prompt}/{version}"})
+
+        run.once(f"prompt.{prompt}.{version}", link)
     return f"{prompt}/{version}"
 
 
 def link_to_model(run: RunHandle, prompt: str, model_id: str) -> None:
     """Link NAME/VERSION of a prompt to a logged model."""
     name, _, version = prompt.rpartition("/")
-
-    def work(client: MlflowClient) -> None:
-        with run.store.as_default():
-            client.link_prompt_version_to_model(name, version, model_id)
-
-    run.store.ask(work)
+    run.store.ask_globally(lambda client: client.link_prompt_version_to_model(name, version, model_id))
 
 
-def _version(client: MlflowClient, *, name: str, text: str, experiment_id: str, run: RunHandle) -> str:
+def _version(client: MlflowClient, *, name: str, text: str, experiment_id: str) -> str:
     """The newest version with this text; registered now if there is none."""
-    with run.store.as_default():
-        if client.get_prompt(name) is not None:
-            versions = pages(lambda token: client.search_prompt_versions(name, page_token=token))
-            same = [str(known.version) for known in versions if known.template == text]
-            if same:
-                return max(same, key=int)
-        made = client.register_prompt(name, text, commit_message="system prompt of a training")
-        # MLflow shows a prompt in the experiment that is active in this process, which is not the run's.
-        client.set_prompt_tag(name, "_mlflow_experiment_ids", f",{experiment_id},")
-        return str(made.version)
-
-
-def _link(client: MlflowClient, *, run: RunHandle, name: str, version: str) -> None:
-    with run.store.as_default():
-        client.link_prompt_version_to_run(run.run_id, f"prompts:/{name}/{version}")
-    run.tags({PROMPT_TAG: f"{name}/{version}"})
+    if client.get_prompt(name) is not None:
+        versions = pages(lambda token: client.search_prompt_versions(name, page_token=token))
+        same = [str(known.version) for known in versions if known.template == text]
+        if same:
+            return max(same, key=int)
+    made = client.register_prompt(name, text, commit_message="system prompt of a training")
+    # MLflow shows a prompt in the experiment that is active in this process, which is not the run's.
+    client.set_prompt_tag(name, "_mlflow_experiment_ids", f",{experiment_id},")
+    return str(made.version)
 
 
 def record_held_out(run: RunHandle, name: str, data: DataReport) -> None:
-    """Create the version with these rows, unless there is one; the run's tag `held_out` names it.
+    """Create the version of the held-out rows of a config `name`, unless there is one; the run's tag `held_out` names it.
 
     MLflow's own datasets have no versions, so a version is a dataset with the tags `version` and `digest`.
-
-    Args:
-        run: the parent run.
-        name: of the config. Versions are counted for each name.
-        data: its held-out rows.
     """
     rows = pl.read_parquet(data.eval, columns=["prompt", "answer"])
     digest = hashlib.sha256(rows.write_json().encode()).hexdigest()
@@ -98,7 +80,15 @@ def record_held_out(run: RunHandle, name: str, data: DataReport) -> None:
         title = f"{name} held-out v{number}"
         if dataset is None or dataset.tags.get(_COMPLETE) != "yes":
             tags = {_NAME: name, _VERSION: number, _DIGEST: digest, "rows": str(rows.height)}
-            run.store.ask(partial(_fill, run=run, dataset=dataset, title=title, tags=tags, records=_records(rows.head(MAX_ROWS))))
+            records = _records(rows.head(MAX_ROWS))
+
+            def fill(client: MlflowClient) -> None:
+                # Rows with known inputs are replaced, so this can be repeated.
+                made = dataset or client.create_dataset(title, experiment_id=run.experiment_id, tags=tags)
+                made.merge_records(records)
+                client.set_dataset_tags(made.dataset_id, {_COMPLETE: "yes"})
+
+            run.store.ask_globally(fill)
     run.tags({"held_out": title})
 
 
@@ -107,20 +97,9 @@ def _versions(client: MlflowClient, *, experiment_id: str, name: str) -> list[An
     return [dataset for dataset in found if (dataset.tags or {}).get(_NAME) == name]
 
 
-def _fill(
-    client: MlflowClient, *, run: RunHandle, dataset: Any, title: str, tags: dict[str, str], records: list[dict[str, Any]]
-) -> None:
-    # Rows go to mlflow's global store. Rows with known inputs are replaced, so this can be repeated.
-    with run.store.as_default():
-        made = dataset or client.create_dataset(title, experiment_id=run.experiment_id, tags=tags)
-        made.merge_records(records)
-        client.set_dataset_tags(made.dataset_id, {_COMPLETE: "yes"})
-
-
 def _records(rows: pl.DataFrame) -> list[dict[str, Any]]:
     records = []
     for prompt, answer in rows.iter_rows():
-        plain = prompt[0]["role"] == PLAIN
-        asked = {"prompt": prompt[0]["content"]} if plain else {"messages": prompt}
+        asked = {"prompt": prompt[0]["content"]} if prompt[0]["role"] == PLAIN else {"messages": prompt}
         records.append({"inputs": asked} | ({"expectations": {"expected_response": answer}} if answer is not None else {}))
     return records

@@ -9,7 +9,6 @@ MLflow's page that compares runs draws parallel coordinates. The description lin
 
 import json
 import time
-from dataclasses import replace
 from datetime import datetime
 from urllib.parse import quote
 
@@ -17,7 +16,7 @@ from grpo_tasks.content.markdown import code
 from grpo_tasks.sweeping.grid import Grid
 from grpo_tasks.sweeping.table import csv, markdown
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
-from grpo_tasks.tracking.runs import find_or_create
+from grpo_tasks.tracking.runs import KEY_TAG, find_or_create
 from grpo_tasks.tracking.shown.headline import NOTE, NOTE_CHARS, merged_figures, origin_tags, run_title
 from grpo_tasks.tracking.store import open_store
 from schemas.results.sweep import SweepLine, SweepResult
@@ -36,9 +35,8 @@ class SweepRun:
         title = run_title(f"sweep {config.name}", None, datetime.now())
         tags = {"grpo.name": config.name, "grpo.sweep": "yes"} | origin_tags(config, None)
         store = open_store(config.tracking)
-        run, self.is_new = find_or_create(store, config, key=key, title=title, tags=tags)
-        # A wrong address fails soon; a store that was reachable when the sweep began gets the configured patience.
-        self.handle = RunHandle(replace(store, patience_s=config.tracking.patience_s), run)
+        run, self.is_new = find_or_create(store, config, title, by={KEY_TAG: key}, tags=tags)
+        self.handle = RunHandle(store, run)
         self._flow = flow
         self._figures = dict(run.data.metrics)
         self._figures_ms = self.handle.started_ms
@@ -51,13 +49,10 @@ class SweepRun:
         self.handle.text(markdown(result), REPORT)
         self.handle.tags({NOTE: self._note(result)} | self._flow)
         best = result.best
-        if best is not None and best.end is not None:
-            self._show_figures(merged_figures(best.end.figures))
-
-    def _show_figures(self, figures: dict[str, float]) -> None:
-        """Log what has changed. MLflow shows the value with the latest time, and the largest of several with the same time."""
+        figures = merged_figures(best.end.figures) if best is not None and best.end is not None else {}
         changed = {name: value for name, value in figures.items() if self._figures.get(name) != value}
         if changed:
+            # MLflow shows the value with the latest time, and the largest of several with the same time.
             self._figures_ms = max(round(time.time() * 1000), self._figures_ms + 1)
             self.handle.metrics(changed, timestamp_ms=self._figures_ms)
             self._figures |= changed

@@ -6,9 +6,8 @@ from mlflow import MlflowClient
 
 from grpo_tasks.processes.child import Child
 from grpo_tasks.steps import publish_model
-from grpo_tasks.tracking.publishing import publish
+from grpo_tasks.tracking.publishing import prepare_publishing, publish
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.served.libraries import prepare_publishing
 from schemas.errors import ServedModelError
 from tests.tracking.conftest import verdict
 

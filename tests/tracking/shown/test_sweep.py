@@ -10,7 +10,7 @@ import yaml
 from mlflow import MlflowClient
 
 from grpo_tasks.sweeping.grid import make_grid
-from grpo_tasks.tracking.overview import recent_runs
+from grpo_tasks.tracking.past_runs import recent_runs
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
 from grpo_tasks.tracking.shown.headline import NOTE
 from grpo_tasks.tracking.shown.sweep import ENDED, SweepRun, compare_link

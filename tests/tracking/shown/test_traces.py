@@ -4,15 +4,15 @@ import polars as pl
 import pytest
 from mlflow import MlflowClient
 
+from grpo_tasks.tracking import records
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.shown import traces
 
 
 @pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 def test_completions_are_traces_with_ground_truth_and_verdicts_once(
     database, make_config, data_report, make_evaluation, monkeypatch
 ):
-    monkeypatch.setattr(traces, "MAX_TRACES", 2)
+    monkeypatch.setattr(records, "MAX_TRACES", 2)
     config, client = make_config(database), MlflowClient(database)
     ids = pl.read_parquet(data_report.eval)["prompt_id"].to_list()[:3]
     evaluations = [make_evaluation("base"), make_evaluation("format", key="e" * 16), make_evaluation("merged", key="c" * 16)]
