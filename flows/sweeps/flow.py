@@ -148,7 +148,7 @@ class SweepSupervisor:
         run_logger().info("run %d of %d begins: %s", variant.number, len(self.grid.variants), variant.label)
         return Child(MODULE, folder)
 
-    def _end(self, number: int, exit_code: int | None) -> None:
+    def _end(self, number: int, exit_code: int) -> None:
         folder = self._folder(number)
         error = None if exit_code == 0 else error_of(exit_code, MODULE, folder)
         try:
