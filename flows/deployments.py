@@ -27,6 +27,10 @@ WORKDIR = "GRPO_WORKDIR"
 Queue = Literal["cpu", "gpu"]
 NIGHTLY = {"cron": "0 3 * * *", "timezone": "UTC", "slug": "nightly", "active": False}
 WEEKLY = NIGHTLY | {"cron": "0 4 * * 0", "slug": "weekly-other-seed", "parameters": {"overrides": ["seed=7"]}}
+SWEEP = {
+    "source": "demo", "over": ["stages.0.learning_rate=1e-3,3e-4"], "seeds": 1, "overrides": [], "parallel": 1, "prune": True,
+    "min_siblings": 2,
+}  # fmt: skip
 ON_NEW_DATA = {
     "type": "event",
     "enabled": True,
@@ -120,15 +124,7 @@ def deployments() -> list[Deployment]:
             "sweep",
             "flows.sweeps.flow.sweep_flow",
             "Train every combination of the values of some settings, prune what lags behind, and compare.",
-            {
-                "source": "demo",
-                "over": ["stages.0.learning_rate=1e-3,3e-4"],
-                "seeds": 1,
-                "overrides": [],
-                "parallel": 1,
-                "prune": True,
-                "min_siblings": 2,
-            },
+            SWEEP,
         ),
         Deployment(
             "retrain",

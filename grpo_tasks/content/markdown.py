@@ -32,7 +32,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Colle
     return "\n".join([first, f"|{rule}|", *others])
 
 
-
 def as_markdown(sections: Iterable[Section]) -> str:
     """Sections below each other. Texts may hold Markdown, quotes anything."""
     parts: list[str] = []

@@ -212,16 +212,7 @@ def _compared(
 ) -> MergeFigures | RefusedPrecision:
     """The figures of the model in `target`, of which each weight was `saved` so, or why its precision is refused."""
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
-    opening = {"role": "system", "content": spec.system_prompt}
-    for chat in spec.prompts:
-        # A template may write the system prompt otherwise when it adds it than when a conversation brings it.
-        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
-            raise MergeError(
-                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
-                "system message",
-                place=str(target / "chat_template.jinja"),
-                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
-            )
+    _check_opening(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
     share, weights = kept(found, evidence.base), evidence.shares[dtype].total
@@ -240,18 +231,6 @@ def _compared(
         lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
         reason = f"it {far}" if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
-    prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
-    # What a user of the files gets, who sets nothing but the length, and what the training would have gone on with.
-    answers, trained = (
-        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
-        for sampling in (None, spec.sampling)
-    )
-    if answers != trained:
-        raise MergeError(
-            "transformers' generate does not answer with the saved model as the training did",
-            place=str(target / "generation_config.json"),
-            fix="report it with config.json and generation_config.json of the base model",
-        )
     return MergeFigures(
         sha256=folder_sha256(target),
         dtype=dtype,
@@ -268,11 +247,43 @@ def _compared(
         greedy_agreement=found.agreement,
         base_greedy_agreement=evidence.base.agreement,
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
-        answers=[
-            GreedyAnswer(messages=chat, text=completion_text(tokenizer, answer.completion))
-            for chat, answer in zip(spec.prompts, answers, strict=False)
-        ],
+        answers=_greedy_answers(reloaded, tokenizer, spec, evidence, target),
     )
+
+
+def _greedy_answers(
+    reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, evidence: _Evidence, target: Path
+) -> list[GreedyAnswer]:
+    """What the saved model answers by itself, which is what the training would have gone on with."""
+    prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
+    # What a user of the files gets, who sets nothing but the length, and what the training would have gone on with.
+    answers, trained = (
+        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
+        for sampling in (None, spec.sampling)
+    )
+    if answers != trained:
+        raise MergeError(
+            "transformers' generate does not answer with the saved model as the training did",
+            place=str(target / "generation_config.json"),
+            fix="report it with config.json and generation_config.json of the base model",
+        )
+    return [
+        GreedyAnswer(messages=chat, text=completion_text(tokenizer, answer.completion))
+        for chat, answer in zip(spec.prompts, answers, strict=False)
+    ]
+
+
+def _check_opening(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
+    """Refuse a template that writes the system prompt otherwise when it adds it than when a conversation brings it."""
+    opening = {"role": "system", "content": spec.system_prompt}
+    for chat in spec.prompts:
+        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
+            raise MergeError(
+                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
+                "system message",
+                place=str(target / "chat_template.jinja"),
+                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
+            )
 
 
 def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
