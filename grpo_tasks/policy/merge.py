@@ -212,16 +212,7 @@ def _compared(
 ) -> MergeFigures | RefusedPrecision:
     """The figures of the model in `target`, of which each weight was `saved` so, or why its precision is refused."""
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
-    opening = {"role": "system", "content": spec.system_prompt}
-    for chat in spec.prompts:
-        # A template may write the system prompt otherwise when it adds it than when a conversation brings it.
-        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
-            raise MergeError(
-                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
-                "system message",
-                place=str(target / "chat_template.jinja"),
-                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
-            )
+    _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
     share, weights = kept(found, evidence.base), evidence.shares[dtype].total
@@ -273,6 +264,19 @@ def _compared(
             for chat, answer in zip(spec.prompts, answers, strict=False)
         ],
     )
+
+
+def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
+    """Refuse a template that writes the system prompt otherwise when it adds it than when a conversation brings it."""
+    opening = {"role": "system", "content": spec.system_prompt}
+    for chat in spec.prompts:
+        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
+            raise MergeError(
+                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
+                "system message",
+                place=str(target / "chat_template.jinja"),
+                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
+            )
 
 
 def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
