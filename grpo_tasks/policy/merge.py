@@ -232,17 +232,6 @@ def _compared(
         reason = f"it {far}" if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
     prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
-    # What a user of the files gets, who sets nothing but the length, and what the training would have gone on with.
-    answers, trained = (
-        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
-        for sampling in (None, spec.sampling)
-    )
-    if answers != trained:
-        raise MergeError(
-            "transformers' generate does not answer with the saved model as the training did",
-            place=str(target / "generation_config.json"),
-            fix="report it with config.json and generation_config.json of the base model",
-        )
     return MergeFigures(
         sha256=folder_sha256(target),
         dtype=dtype,
@@ -259,11 +248,26 @@ def _compared(
         greedy_agreement=found.agreement,
         base_greedy_agreement=evidence.base.agreement,
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
-        answers=[
-            GreedyAnswer(messages=chat, text=completion_text(tokenizer, answer.completion))
-            for chat, answer in zip(spec.prompts, answers, strict=False)
-        ],
+        answers=_answers_of_users(spec, reloaded, tokenizer, prompts, target),
     )
+
+
+def _answers_of_users(
+    spec: MergeSpec, reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], target: Path
+) -> list[GreedyAnswer]:
+    """What a user of the files gets, who sets nothing but the length; refused where the training would have gone on otherwise."""
+    given, trained = (
+        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
+        for sampling in (None, spec.sampling)
+    )
+    if given != trained:
+        raise MergeError(
+            "transformers' generate does not answer with the saved model as the training did",
+            place=str(target / "generation_config.json"),
+            fix="report it with config.json and generation_config.json of the base model",
+        )
+    texts = [completion_text(tokenizer, answer.completion) for answer in given]
+    return [GreedyAnswer(messages=chat, text=text) for chat, text in zip(spec.prompts, texts, strict=False)]
 
 
 def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
