@@ -4,8 +4,6 @@
     schedule   groups     groups    advantages    microbatches    losses  learner
                `------- rounds --------------'    `---------- trainer ----------'
 
-`supervised` has the same loop with cross entropy, on demonstrations (`demonstrations`) or on the best completions of the policy.
-
 Read `advantages` and `losses` next to the paper: they touch tensors only. Nothing here knows Prefect, MLflow, or any file
 outside the stage directory.
 """

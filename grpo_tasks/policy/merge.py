@@ -212,7 +212,7 @@ def _compared(
 ) -> MergeFigures | RefusedPrecision:
     """The figures of the model in `target`, of which each weight was `saved` so, or why its precision is refused."""
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
-    _check_opening(tokenizer, spec, target)
+    _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
     share, weights = kept(found, evidence.base), evidence.shares[dtype].total
@@ -231,6 +231,7 @@ def _compared(
         lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
         reason = f"it {far}" if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
+    prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
     return MergeFigures(
         sha256=folder_sha256(target),
         dtype=dtype,
@@ -247,33 +248,29 @@ def _compared(
         greedy_agreement=found.agreement,
         base_greedy_agreement=evidence.base.agreement,
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
-        answers=_greedy_answers(reloaded, tokenizer, spec, evidence, target),
+        answers=_answers_of_users(spec, reloaded, tokenizer, prompts, target),
     )
 
 
-def _greedy_answers(
-    reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, evidence: _Evidence, target: Path
+def _answers_of_users(
+    spec: MergeSpec, reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], target: Path
 ) -> list[GreedyAnswer]:
-    """What the saved model answers by itself, which is what the training would have gone on with."""
-    prompts = [text.prompt for text in evidence.record.texts if text.greedy][:RECORDED_ANSWERS]
-    # What a user of the files gets, who sets nothing but the length, and what the training would have gone on with.
-    answers, trained = (
+    """What a user of the files gets, who sets nothing but the length; refused where the training would have gone on otherwise."""
+    given, trained = (
         complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
         for sampling in (None, spec.sampling)
     )
-    if answers != trained:
+    if given != trained:
         raise MergeError(
             "transformers' generate does not answer with the saved model as the training did",
             place=str(target / "generation_config.json"),
             fix="report it with config.json and generation_config.json of the base model",
         )
-    return [
-        GreedyAnswer(messages=chat, text=completion_text(tokenizer, answer.completion))
-        for chat, answer in zip(spec.prompts, answers, strict=False)
-    ]
+    texts = [completion_text(tokenizer, answer.completion) for answer in given]
+    return [GreedyAnswer(messages=chat, text=text) for chat, text in zip(spec.prompts, texts, strict=False)]
 
 
-def _check_opening(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
+def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
     """Refuse a template that writes the system prompt otherwise when it adds it than when a conversation brings it."""
     opening = {"role": "system", "content": spec.system_prompt}
     for chat in spec.prompts:
