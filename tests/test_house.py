@@ -228,6 +228,12 @@ def test_no_string_names_a_module_that_its_room_may_not_import():
     assert found == {*STARTED_ABOVE}
 
 
+def test_no_test_name_has_more_than_twelve_words():
+    names = re.findall(r"def test_(\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")))
+    assert len(names) > 1000
+    assert [name for name in names if name.count("_") > 11] == []
+
+
 def test_no_file_has_more_than_six_hundred_lines():
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in source_files()}
     assert {path: length for path, length in lengths.items() if length > 600} == {}

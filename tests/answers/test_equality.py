@@ -242,7 +242,7 @@ def test_more_freedom_of_form_is_no_freedom_of_value(prediction, truth):
         ("0.0000001", r"\frac{1}{100000000}", False),
     ],
 )
-def test_a_decimal_equals_what_rounds_to_it_from_six_digits_on_however_both_are_written(decimal, exact, equal, left_to_right):
+def test_decimals_equal_their_rounded_values_from_six_digits_on(decimal, exact, equal, left_to_right):
     pair = (decimal, exact) if left_to_right else (exact, decimal)
     assert answers_equal(*pair, "math") is equal
 
@@ -353,7 +353,7 @@ def test_exact_equality_is_of_trimmed_text_after_normalisation():
     assert not answers_equal("x" * 10_001, "x" * 10_001, "exact")
 
 
-def test_a_time_limit_that_is_lost_in_a_destructor_takes_effect_soon_after():
+def test_a_time_limit_lost_in_a_destructor_still_takes_effect():
     class Slow:
         def __del__(self):
             compute(0.2)

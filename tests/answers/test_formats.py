@@ -103,7 +103,7 @@ def test_the_format_of_json_is_its_schema(text, keeps):
 @pytest.mark.parametrize(
     ("text", "keeps"), [('{"a1": 1}', True), ('{"a1": "x"}', False), ('{"b": "x"}', True), ('{"c": {"c": {}}}', True)]
 )
-def test_a_schema_may_name_its_keys_by_a_pattern_and_refer_to_itself(text, keeps):
+def test_a_schema_may_use_key_patterns_and_refer_to_itself(text, keeps):
     schema = {"patternProperties": {"^a[0-9]$": {"type": "number"}}, "properties": {"c": {"$ref": "#"}}}
     named = CompletionConfig(format="json", json_schema=schema)
     check_completion(named)
@@ -150,12 +150,12 @@ def test_an_answer_by_pattern_is_the_group_of_its_last_match(text, expected):
     assert read(text, REGEX) == expected
 
 
-def test_free_text_has_no_answer_and_keeps_its_format_unless_it_is_blank():
+def test_free_text_has_no_answer_and_keeps_its_format():
     assert read("A fine day.", FREE) == (None, True, None)
     assert read(" \u200b", FREE) == (None, False, None)
 
 
-def test_the_text_before_an_answer_is_the_reasoning_where_no_tag_holds_it():
+def test_text_before_an_answer_is_reasoning_without_a_tag():
     texts = {
         "answer only": "work<final>42</final>",
         "boxed": r"work\boxed{42}",
@@ -199,7 +199,7 @@ def test_most_patterns_have_a_perfect_completion(pattern, answer):
     assert extract(text, completion).answer == answer
 
 
-def test_a_schema_has_a_perfect_completion_when_its_other_keys_can_be_filled():
+def test_a_schema_has_a_perfect_completion_if_it_can_be_filled():
     assert json.loads(perfect_completion("negative", FITTING) or "") == {"label": "negative", "score": 1}
     assert perfect_completion("neutral", FITTING) is None
     objects = CompletionConfig(
@@ -311,7 +311,7 @@ def test_no_text_makes_a_pattern_hang(pattern):
         ({"format": "json", "json_schema": {"properties": {"a": {"pattern": "(?=4)"}}}}, "(?=4)", "RE2"),
     ],
 )
-def test_a_pattern_or_schema_that_cannot_be_used_is_refused_with_its_place(given, place, fix):
+def test_an_unusable_pattern_or_schema_is_refused_with_its_place(given, place, fix):
     with pytest.raises(ConfigError) as refused:
         check_completion(CompletionConfig(**given))
     assert place in str(refused.value)

@@ -77,7 +77,7 @@ def extended(tmp_path):
     return tmp_path
 
 
-def test_a_new_format_is_read_probed_and_evaluated_when_two_files_know_it(extended):
+def test_a_new_format_works_when_two_files_know_it(extended):
     environment = os.environ | {"PYTHONPATH": str(extended), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         [sys.executable, "-c", USE], cwd=extended, env=environment, capture_output=True, text=True, timeout=300, check=False

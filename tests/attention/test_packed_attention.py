@@ -266,7 +266,7 @@ def row_of(batch, device="cpu"):
     return PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, torch.device(device))
 
 
-def test_varlen_attention_gets_each_prompt_once_and_for_each_completion_its_prompt_and_itself():
+def test_varlen_attention_gets_prompts_once_and_completions_with_theirs():
     prompts, _, batch = make_batch("mixed lengths")
     row = row_of(batch)
     found = Sequences.of(row)
@@ -280,7 +280,7 @@ def test_varlen_attention_gets_each_prompt_once_and_for_each_completion_its_prom
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_the_gradient_of_a_key_is_the_sum_over_the_sequences_that_read_it(kind):
+def test_a_keys_gradient_sums_over_the_sequences_that_read_it(kind):
     _, _, batch = make_batch(kind)
     found = Sequences.of(row_of(batch))
     row = torch.randn(1, 2, batch.packed.ids.shape[1], 4, dtype=torch.float64, requires_grad=True)

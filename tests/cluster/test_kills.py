@@ -129,9 +129,7 @@ def test_twenty_kills_end_in_the_same_bytes_and_leave_nothing(nodes, stages):
         assert not list(stage.directory.root.rglob(".*.part"))
 
 
-def test_a_stage_killed_three_times_ends_in_the_bytes_of_local_processes_and_mlflow_has_every_step_once(
-    nodes, stages, tmp_path, monkeypatch
-):
+def test_a_stage_killed_three_times_ends_in_the_local_bytes(nodes, stages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     local = StageSpec.load(stages.write("local", resources={"num_processes": 2}, **TRAINING).spec)
     whole = run_stage(local, tmp_path / "local-run").sha256
@@ -170,7 +168,7 @@ def test_a_stage_killed_three_times_ends_in_the_bytes_of_local_processes_and_mlf
     soon(lambda: not private_folders(nodes))
 
 
-def test_a_driver_that_dies_for_good_leaves_no_process_and_no_folder_on_any_node(nodes, stages):
+def test_a_dead_driver_leaves_no_process_and_no_folder(nodes, stages):
     nodes.made = [nodes.add(**MARK) for _ in range(2)]
     stage = Stage(stages, nodes, "alone")
     stage.start()

@@ -145,7 +145,7 @@ def test_what_counts_on_others_never_arrives_before_them(mail, monkeypatch, mome
     assert len(calls) == len(MIRRORED.complete)
 
 
-def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
+def test_old_checkpoints_go_when_new_ones_are_complete(mail):
     for step, deleted in ((2, None), (4, 2)):
         checkpoint(mail.sender, step)
         if deleted:
@@ -159,7 +159,7 @@ def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
 
 
 @pytest.mark.parametrize("left", [[], [MANIFEST], ["state.json"]], ids=["nothing", "manifest", "state"])
-def test_a_checkpoint_that_is_being_deleted_while_it_is_collected_does_not_arrive(mail, left):
+def test_a_checkpoint_deleted_while_it_is_collected_does_not_arrive(mail, left):
     for file in [*checkpoint(mail.sender, 2).iterdir()]:
         if file.name not in left:
             file.unlink()
@@ -204,7 +204,7 @@ def test_a_cluster_that_nobody_names_is_refused(monkeypatch):
         cluster_address("ray://head:10001")
 
 
-def test_what_a_trial_pass_measured_comes_back_and_goes_along_when_the_stage_resumes(stages, tmp_path):
+def test_measurements_of_a_trial_pass_come_back_on_resume(stages, tmp_path):
     there, node = stages.write("driver"), StageDir(tmp_path / "node")
     node.root.mkdir()
     outbox = Outbox(node.root, MIRRORED)

@@ -30,7 +30,7 @@ def other_code(tmp_path):
     return str(folder.parent)
 
 
-def test_the_command_shows_nodes_and_names_one_that_differs_and_a_stage_refuses_it(
+def test_the_command_names_a_differing_node_and_stages_refuse_it(
     nodes,
     stages,
     tmp_path,
@@ -53,7 +53,7 @@ def test_the_command_shows_nodes_and_names_one_that_differs_and_a_stage_refuses_
     assert not StageDir(tmp_path / "there").journal.exists()
 
 
-def test_a_node_without_our_code_is_refused_by_name_and_not_tried_again(nodes, stages, tmp_path, monkeypatch):
+def test_a_node_without_our_code_is_refused_by_name(nodes, stages, tmp_path, monkeypatch):
     broken = tmp_path / "broken" / "grpo_tasks"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('not the package you look for')")
@@ -66,7 +66,7 @@ def test_a_node_without_our_code_is_refused_by_name_and_not_tried_again(nodes, s
     assert not StageDir(tmp_path / "there").events.exists()
 
 
-def test_a_run_that_waits_says_for_what_and_begins_when_a_node_joins(nodes, stages, tmp_path):
+def test_a_waiting_run_names_the_cause_and_begins_when_nodes_join(nodes, stages, tmp_path):
     nodes.add()
     cluster = {"engine": "ray", "address": nodes.address, "num_nodes": 2}
     spec = StageSpec.load(stages.write("a", resources={"cluster": cluster}, max_steps=2).spec)

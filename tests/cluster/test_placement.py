@@ -45,7 +45,7 @@ def test_nodes_are_machines_of_their_own_unless_they_are_packed():
     assert stage(2, 2, servers=1, strategy="PACK").arranged(machines(4, 4)) in {("m0", "m0"), ("m1", "m1")}
 
 
-def test_a_node_is_placed_where_it_leaves_room_for_a_server_with_several_cards():
+def test_a_node_is_placed_with_room_for_a_larger_server():
     assert stage(1, 1, servers=1, size=8).arranged(machines(8, 4)) == ("m1",)
     assert stage(1, 4, servers=4).arranged(machines(4, 8, 1)) is not None
     assert stage(1, 1, servers=2, size=8).arranged(machines(8, 4)) is None
@@ -81,7 +81,7 @@ def test_an_arrangement_is_found_exactly_when_there_is_one():
     assert 100 < sum(found) < 300
 
 
-def test_a_process_of_an_evaluation_reserves_its_own_cards_and_not_those_of_all_processes_of_a_node():
+def test_an_evaluations_process_reserves_only_its_own_cards():
     cluster = {"engine": "ray", "address": "auto", "num_nodes": 4, "processes_per_node": 4, "gpus_per_process": 4}
     wanted = Demand.of_processes(ResourcesConfig(cluster=cluster), RolloutConfig(), 16)
     assert (wanted.share, wanted.strategy) == (Share(1.0, 4), "SPREAD")
@@ -121,7 +121,7 @@ def started(directory, code="from grpo_tasks.cluster.__main__ import main"):
 
 @on_ray
 @pytest.mark.parametrize("servers", [2, 0])
-def test_two_runs_of_one_name_that_need_the_same_cluster_train_one_after_the_other(nodes, stages, servers):
+def test_two_runs_of_one_name_use_a_cluster_in_turn(nodes, stages, servers):
     for _ in range(2):
         add(nodes, 2 if servers else 1)
     both = [with_servers(stages, nodes, name) if servers else without_servers(stages, nodes, name) for name in ("one", "two")]
@@ -158,7 +158,7 @@ def test_a_stage_that_the_cluster_can_never_hold_is_refused(nodes, stages):
 
 
 @on_ray
-def test_an_evaluation_that_wants_more_processes_than_there_is_room_for_samples_with_fewer(nodes, stages, tmp_path):
+def test_an_evaluation_without_room_samples_with_fewer_processes(nodes, stages, tmp_path):
     nodes.add(num_cpus=2)
     local = sampled(spec_of(stages), tmp_path / "local")
     there = on(nodes, 1, processes_per_node=4, replacement_wait_s=2.0)

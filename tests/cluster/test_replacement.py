@@ -67,7 +67,7 @@ def driver(stages, monkeypatch):
     return lambda **settings: Driver(stages, monkeypatch, f"stage-{next(names)}", **settings)
 
 
-def test_a_server_that_does_not_start_again_is_tried_less_and_less_often_and_then_left_out(driver):
+def test_a_server_that_cannot_restart_is_left_out(driver):
     one = driver(max_restarts=4)
     one.keep(9.0, *(RolloutError(f"no room\n{attempt} lines of a log") for attempt in range(9)))
     with pytest.raises(ClusterError, match="no rollout server is left"):
@@ -124,7 +124,7 @@ def test_ranks_that_start_when_no_server_is_there_wait_for_one(driver):
     assert [address.url for address in one.servers.wait_for_one()] == ["http://node:8002"]
 
 
-def test_an_error_that_nobody_foresaw_ends_the_start_and_replaces_a_running_server(driver):
+def test_an_unforeseen_error_ends_the_start_or_replaces_the_server(driver):
     one = driver(max_restarts=0)
     one.script, one.ends = [ValueError("unforeseen")], 0.0
     with pytest.raises(ValueError, match="unforeseen"), one.servers:
@@ -136,7 +136,7 @@ def test_an_error_that_nobody_foresaw_ends_the_start_and_replaces_a_running_serv
     assert "its port is taken" in one.said[0]
 
 
-def test_a_stage_whose_servers_all_lose_their_nodes_at_the_start_is_refused(driver):
+def test_a_stage_whose_servers_lose_all_nodes_early_is_refused(driver):
     one = driver(max_restarts=0)
     one.script, one.ends = [one.lost], 0.0
     with pytest.raises(ClusterError, match="no rollout server has started: node-1 is lost"), one.servers:

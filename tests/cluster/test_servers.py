@@ -69,7 +69,7 @@ def events(directory):
     return path.read_text() if path.exists() else ""
 
 
-def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(nodes, two_nodes, stages, tmp_path):
+def test_dead_servers_are_replaced_and_bytes_stay_the_same(nodes, two_nodes, stages, tmp_path):
     whole = run_stage(spec_of(stages, "whole", nodes, 2), tmp_path / "whole")
     assert whole.steps == 40
     assert ended(api_servers())
@@ -117,7 +117,7 @@ def api_server_address(process):
 
 
 @pytest.mark.parametrize("room", [1, 0], ids=["replaced", "fewer"])
-def test_the_node_of_a_server_dies_in_a_batch_and_the_stage_ends_in_the_same_bytes(nodes, stages, tmp_path, monkeypatch, room):
+def test_a_servers_node_dies_and_the_bytes_are_the_same(nodes, stages, tmp_path, monkeypatch, room):
     monkeypatch.setenv("VLLM_API_KEY", "of-this-test")
     monkeypatch.setenv("PYTHONPATH", PATH)
     # One node for both ranks, a server and perhaps another one; the other node has room for a server only.

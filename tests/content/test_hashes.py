@@ -48,7 +48,7 @@ def test_an_unchanged_large_file_is_read_once(tmp_path, reads, settle):
     assert reads == ["model.safetensors"]
 
 
-def test_what_is_published_or_proved_is_read_also_after_a_write_through_a_memory_map(tmp_path, settle):
+def test_published_files_are_read_after_memory_mapped_writes(tmp_path, settle):
     folder = tmp_path / "model"
     folder.mkdir()
     path = write(folder / "model.safetensors")

@@ -93,7 +93,7 @@ def test_a_damaged_header_of_weights_is_named_with_its_file(folder, header):
     assert refused.value.place == str(folder / "model.safetensors")
 
 
-def test_a_template_that_loops_for_one_row_of_the_data_is_refused_there(folder):
+def test_a_template_that_loops_for_one_row_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{% if 'LOOP' in messages[0].content %}" + NESTED + "{% endif %}{{ messages }}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with limited_templates(str(folder)):

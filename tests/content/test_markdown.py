@@ -48,7 +48,7 @@ def test_any_text_stays_in_its_own_cell(texts, as_code):
     assert len(split_cells(lines[2])) == 2
 
 
-def test_sections_stand_below_each_other_and_their_quotes_are_shown_as_they_are():
+def test_sections_follow_each_other_and_show_quotes_unchanged():
     table_of = Section(title="Guards", text="Both passed.", columns=("guard", "p"), rows=[["safety", "0.5"]], right=("p",))
     quoted = Section(quotes={"Before": "# fine\n```", "After": ""})
     assert as_markdown([table_of, quoted]) == (

@@ -67,7 +67,7 @@ def test_an_installed_module_wins_over_a_file_of_the_same_name(folder):
     assert folder / "json.py" not in own_modules("rewards", [folder]).values()
 
 
-def test_a_module_with_a_syntax_error_is_hashed_by_its_bytes_and_a_missing_one_has_no_hash(folder):
+def test_a_broken_module_is_hashed_by_bytes_and_a_missing_not(folder):
     (folder / "broken.py").write_text("def (")
     assert list(own_modules("broken", [folder])) == ["broken"]
     assert modules_sha256("no_such_module", [folder]) == ""

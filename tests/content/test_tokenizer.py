@@ -71,7 +71,7 @@ FORMATS = ("%Y-%m-%d", "%d %B %Y", "%A, %-d %b %y %%", "%d/%m/%Y %H:%M", "%j %F 
 @pytest.mark.parametrize(
     "template", [LLAMA, *(f"{{{{ strftime_now({form!r}) }}}}" for form in FORMATS), "{% set f = '%Y' %}{{ strftime_now(f) }}"]
 )
-def test_a_fixed_day_is_written_as_transformers_would_have_written_it_on_that_day(thinking, monkeypatch, template, tmp_path):
+def test_a_fixed_day_is_written_as_transformers_would_have(thinking, monkeypatch, template, tmp_path):
     class Then(datetime):
         @classmethod
         def now(cls):
@@ -93,7 +93,7 @@ def test_a_fixed_day_is_written_as_transformers_would_have_written_it_on_that_da
     chat_template_utils._compile_jinja_template.cache_clear()
 
 
-def test_the_caller_of_a_template_with_a_fixed_day_may_still_name_another_one(thinking):
+def test_the_caller_of_a_fixed_day_template_may_override_it(thinking):
     thinking.chat_template = LLAMA
     set_template_defaults(thinking, {"strftime_now": "2031-03-09"})
     assert rendered(thinking) == "Today Date: 09 Mar 2031"
@@ -140,7 +140,7 @@ FENCES = [
 @example("".join(FENCES))
 @example("")
 @settings(max_examples=80)
-def test_a_system_prompt_in_the_template_is_the_same_text_as_in_a_message(qwen, prompt):
+def test_a_system_prompt_in_template_or_message_is_the_same(qwen, prompt):
     carrying = copy.deepcopy(qwen)
     set_system_prompt(carrying, prompt)
     expected = qwen.apply_chat_template(with_system(prompt), add_generation_prompt=True, tokenize=False)
@@ -180,7 +180,7 @@ def test_a_saved_tokenizer_keeps_the_system_prompt_and_another_training_replaces
     assert "</think>" in rendered(reloaded)
 
 
-def test_a_system_prompt_goes_into_every_named_template_and_into_none_where_there_is_none(thinking):
+def test_a_system_prompt_goes_into_every_template_that_has_one(thinking):
     thinking.chat_template = {"default": TEMPLATE, "tools": "{{ messages[0].content }}"}
     set_system_prompt(thinking, "Be brief.")
     assert thinking.apply_chat_template(CHAT, chat_template="tools", tokenize=False) == "Be brief."
@@ -189,7 +189,7 @@ def test_a_system_prompt_goes_into_every_named_template_and_into_none_where_ther
     assert thinking.chat_template is None
 
 
-def test_a_run_with_tools_renders_the_template_that_a_model_has_for_them(thinking):
+def test_a_run_with_tools_renders_the_models_template_for_them(thinking):
     shows = "{{ tools[0].function.name }}:{{ messages[0].content }}"
     thinking.chat_template = {"default": TEMPLATE, "tool_use": shows}
     tools, prepared = [{"type": "function", "function": {"name": "add"}}], copy.deepcopy(thinking)

@@ -43,7 +43,7 @@ def test_prompts_may_name_an_added_token_and_its_stop_settings_are_possible(vali
     assert len(rows) > 1
 
 
-def test_a_stop_token_that_nobody_added_is_refused_before_any_row_is_judged(validate):
+def test_an_unknown_stop_token_is_refused_before_any_row(validate):
     with pytest.raises(ConfigError, match="no token '<search>'"):
         validate(model=ModelConfig(), stop_token_ids=["<search>"])
 

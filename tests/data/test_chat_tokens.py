@@ -172,7 +172,7 @@ def test_an_added_special_token_passes_and_removes_no_other_marker(counter: Toke
     assert "<|im_start|>" in counter.special_tokens
 
 
-def test_a_stop_string_inside_a_special_token_is_refused_once_special_tokens_are_searched(searching: TokenCounter) -> None:
+def test_a_stop_string_inside_a_searched_special_token_is_refused(searching: TokenCounter) -> None:
     searching.check_stops(RolloutConfig(stop=["search", "im_end"]))
     with pytest.raises(ConfigError, match=r"'im_end' is part of the special token '<\|im_end\|>'"):
         searching.check_stops(RolloutConfig(stop=["<search>", "im_end"]))

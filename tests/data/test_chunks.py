@@ -164,9 +164,7 @@ print(sum(chunk.summary.rows for chunk in [first, *chunks]))
 """
 
 
-def test_a_script_without_a_main_guard_runs_once_and_its_folder_shadows_no_module(
-    tmp_path: Path, write: Callable[..., str]
-) -> None:
+def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path: Path, write: Callable[..., str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "multiprocessing.py").write_text("raise SystemExit('the wrong module')")

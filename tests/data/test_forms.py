@@ -118,7 +118,7 @@ def test_message_of_the_role_plain_stays_an_unknown_role(write: Write, verdict_o
     assert broken(verdict_on({"train": [{"path": write({"question": "q", "answer": "1"}, own)}]})) == {2: "unknown_role"}
 
 
-def test_plain_prompts_may_hold_a_template_of_their_own_and_no_empty_text(write: Write, verdict_on: Judge) -> None:
+def test_plain_prompts_may_hold_templates_but_not_be_empty(write: Write, verdict_on: Judge) -> None:
     ready = {"prompt": "<|im_start|>user\nhi<|im_end|>\n", "answer": "1"}
     rows = [*STRINGS, ready, {"prompt": " ", "answer": "1"}, {"prompt": "[INST] x [/INST]", "answer": "1"}]
     assert broken(verdict_on({"train": [{"path": write(*rows)}]})) == {14: "content_empty"}
@@ -269,7 +269,7 @@ def test_copy_of_a_refused_row_is_not_left_out_because_of_it(write: Write, verdi
     assert verdict.dropped.select("line", "value").rows()[0][0] == 3
 
 
-def test_duplicates_that_are_left_out_do_not_stop_a_run_and_are_reported(write: Write, tmp_path: Path) -> None:
+def test_left_out_duplicates_do_not_stop_a_run(write: Write, tmp_path: Path) -> None:
     rows = [{"question": f"{number} + 1?", "answer": "1"} for number in range(20)]
     report, _ = validated(write(*rows, *rows[:10]), tmp_path)
     assert (report.rows, report.duplicates, report.quarantined) == (30, 10, 0)
@@ -278,7 +278,7 @@ def test_duplicates_that_are_left_out_do_not_stop_a_run_and_are_reported(write: 
         validated(write(*rows, *rows[:10]), tmp_path, duplicates="quarantine")
 
 
-def test_rewards_get_the_answer_column_under_its_own_name_as_it_stands_in_the_file() -> None:
+def test_rewards_get_the_answer_column_under_its_own_name() -> None:
     columns = Columns("question", "prompt", "solution")
     row = read_row(Record(1, {"question": "What is 1 + 1?", "solution": "1 + 1 #### 2", "level": 3}), columns)
     assert row.answer == "1 + 1 #### 2"

@@ -99,7 +99,7 @@ def rows(train: list[str], held_out: list[str]) -> pl.DataFrame:
         "How many apples do they have if Tom has 1,500 apples and café owner Ann has 25?",
     ],
 )
-def test_a_question_that_says_nearly_the_same_is_reported_with_both_rows_and_a_share(near: str) -> None:
+def test_near_duplicate_questions_are_reported_with_rows_and_share(near: str) -> None:
     others = [f"A train goes {n} miles in {n + 3} hours; how fast is train number {n * 7}?" for n in range(20)]
     found = near_duplicates(rows([*others[:10], near], [*others[10:], QUESTION]))
     [pair] = found.found

@@ -57,7 +57,7 @@ def test_prompt_rows_come_back_as_they_were_accepted(verdict: RowVerdict, tmp_pa
         assert row.prompt_tokens > 10
 
 
-def test_limited_rows_are_the_first_by_hash_whatever_the_order_of_the_file(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_limited_rows_are_the_first_by_hash_in_any_order(verdict: RowVerdict, tmp_path: Path) -> None:
     path = report(verdict, tmp_path).train
     chosen = [row.prompt_id for row in read_prompts(path, limit=5)]
     assert chosen == sorted(row.prompt_id for row in read_prompts(path))[:5]

@@ -77,9 +77,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("line", "rule"), BROKEN.values(), ids=BROKEN.keys())
-def test_broken_line_is_a_row_with_a_fault_and_its_neighbours_are_untouched(
-    tmp_path: Path, write: Callable[..., str], line: bytes, rule: str
-) -> None:
+def test_a_broken_line_is_a_faulty_row_among_good_ones(tmp_path: Path, write: Callable[..., str], line: bytes, rule: str) -> None:
     rows = load(tmp_path, write(GOOD, line, GOOD))
     assert faults(rows) == {1: [], 2: [rule], 3: []}
     assert rows["question"][2] == "What is 1 + 1?"
@@ -112,7 +110,7 @@ def test_json_array_is_read_by_position(tmp_path: Path) -> None:
     assert faults(load(tmp_path, str(path))) == {1: [], 2: ["not_an_object"], 3: []}
 
 
-def test_csv_cells_may_hold_line_breaks_and_rows_keep_the_line_they_begin_on(tmp_path: Path) -> None:
+def test_csv_rows_keep_their_first_line_despite_line_breaks(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('\ufeffquestion,answer,note\n"two\nlines, ""quoted""",1,\nq,2,x\n', newline="")
     rows = load(tmp_path, str(path))

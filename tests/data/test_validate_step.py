@@ -36,7 +36,7 @@ def test_text_among_numbers_is_warned_of_in_report_and_log(validate, tmp_path, c
         assert "completion.equality: exact" in text
 
 
-def test_answers_that_are_all_text_stop_a_numeric_run_after_the_report_and_not_an_exact_one(validate, tmp_path):
+def test_text_answers_stop_a_numeric_run_and_not_an_exact_one(validate, tmp_path):
     with pytest.raises(DataError, match="can ever be right"):
         validate("Paris", "Rome", "Oslo", "Bern", "Riga", "Kyiv")
     assert "6 of 6 answers" in (tmp_path / "report.md").read_text()

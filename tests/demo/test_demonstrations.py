@@ -24,7 +24,7 @@ def test_the_working_goes_digit_by_digit_with_carry_and_borrow(problem: Problem,
     assert good_completion(problem) == completion
 
 
-def test_the_good_completion_of_every_problem_is_strict_and_right_in_every_line() -> None:
+def test_every_problems_good_completion_is_strict_and_right() -> None:
     for problem in all_problems():
         completion = good_completion(problem)
         assert has_strict_format(completion)
@@ -44,7 +44,7 @@ def test_shares_of_shapes_and_faults_are_whole() -> None:
     assert sum(FAULTS.values()) == pytest.approx(1)
 
 
-def test_a_fifth_of_the_demonstrations_has_the_strict_format_and_a_third_at_most_the_answer() -> None:
+def test_the_demonstrations_hold_a_fifth_strict_and_at_most_a_third_right() -> None:
     drawn = draw_demonstrations(split_problems().train, 20_000, random.Random(1))
     strict = sum(has_strict_format(item.completion) for item in drawn) / len(drawn)
     right = sum(is_right(item.completion, item.problem) for item in drawn) / len(drawn)

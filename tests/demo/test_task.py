@@ -33,7 +33,7 @@ def canonical(question: str) -> tuple[int, str, int]:
 
 
 @pytest.mark.parametrize(("name", "count"), [(TRAIN_FILE, 2048), (EVAL_FILE, 512)])
-def test_every_row_has_a_question_of_two_digit_numbers_and_its_right_answer(name: str, count: int) -> None:
+def test_every_row_asks_two_digits_and_has_the_right_answer(name: str, count: int) -> None:
     rows = rows_of(name)
     assert len(rows) == count
     for row in rows:

@@ -52,7 +52,7 @@ def start(tmp_path):
         process.communicate()
 
 
-def test_a_job_runs_grpo_with_its_arguments_and_ends_with_its_exit_code(start, tmp_path):
+def test_a_job_passes_arguments_and_exit_code_of_grpo_through(start, tmp_path):
     process = start("exit 3", restarts="1")
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 3
@@ -71,7 +71,7 @@ def test_ray_gets_the_cores_of_a_node_and_not_one(start, tmp_path):
     assert "resources.cluster.num_nodes=2" in (tmp_path / "arguments.txt").read_text()
 
 
-def test_a_job_near_its_time_limit_ends_its_run_and_is_queued_again(start, tmp_path):
+def test_a_job_near_its_limit_ends_and_is_queued_again(start, tmp_path):
     process = start(
         f"trap 'echo ended > {tmp_path}/ended.txt; exit 143' TERM", f"touch {tmp_path}/runs", "while :; do sleep 0.1; done"
     )

@@ -191,7 +191,7 @@ def docker_worker(stack, tmp_path):
     print((tmp_path / "worker.log").read_text()[-3000:])
 
 
-def test_a_docker_pool_runs_a_flow_in_a_container_of_its_own_and_removes_it(stack, docker_worker):
+def test_a_docker_pool_runs_a_flow_in_its_own_container(stack, docker_worker):
     validate = stack.deployment("validate")
     taken = ("flow_id", "entrypoint", "path", "parameters", "parameter_openapi_schema", "pull_steps")
     variables = {"networks": [f"{PROJECT}_default"], "volumes": [f"{PROJECT}_runs:/runs", f"{PROJECT}_models:/models"]}

@@ -91,7 +91,7 @@ def test_passes_need_no_tables(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_script_installs_the_wheels_and_ends_with_the_status_of_the_tests(tmp_path, machine):
+def test_the_script_installs_wheels_and_ends_with_the_tests_status(tmp_path, machine):
     """In a copy without tests."""
     (tmp_path / "deploy").mkdir()
     shutil.copy(SCRIPT, tmp_path / "deploy")
@@ -115,7 +115,7 @@ def test_the_script_installs_the_wheels_and_ends_with_the_status_of_the_tests(tm
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_tests_for_a_gpu_pass_on_a_cpu_of_such_a_machine(tmp_path, machine):
+def test_the_gpu_tests_pass_on_a_machine_without_one(tmp_path, machine):
     # A compiled layer takes a minute, and a killed stage half of one; other tests have both.
     chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_risky.py::test_compiled_layers_give_the_same_numbers"}
     chosen["TEST_ARGS"] += " --deselect=tests/gpu/test_stages.py::test_a_stage_that_is_killed_and_resumed_ends_in_the_same_bytes"

@@ -134,7 +134,7 @@ def test_a_parameter_of_ray_start_is_a_text():
         jsonschema.validate(broken, KUBERAY)
 
 
-def test_a_pod_that_keeps_its_runs_on_a_volume_finds_vllm_where_a_run_looks_for_it(tmp_path):
+def test_a_pod_with_a_volume_finds_vllm_where_runs_look(tmp_path):
     """The volume hides the link that the image has there. The head of Ray samples nothing, and its nodes have no such volume."""
     checked = 0
     for name, pod in pods():
@@ -318,7 +318,7 @@ def test_the_commands_are_those_of_compose():
     assert databases == (ROOT / "deploy" / "postgres" / "databases.sql").read_text()
 
 
-def test_a_probe_of_a_server_names_a_host_that_the_server_answers_to():
+def test_a_probe_names_a_host_that_the_server_accepts():
     for name in ("prefect", "mlflow"):
         [container] = named("Deployment")[name]["spec"]["template"]["spec"]["containers"]
         [allowed] = [variable["value"] for variable in container["env"] if variable["name"] == "GRPO_ALLOWED_HOSTS"]

@@ -214,7 +214,7 @@ def adapter(folder):
     return sha256((stage_of(folder) / "final" / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_job_whose_node_dies_is_queued_again_and_ends_in_the_bytes_of_one_that_was_never_killed(slurm, tmp_path):
+def test_a_job_whose_node_dies_ends_in_the_same_bytes(slurm, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     # The batch script itself runs on the first node: with it, the driver and one half of the stage die.
     number = slurm.submit(killed, "--nodes=2")

@@ -120,7 +120,7 @@ def test_both_servers_answer_to_the_names_that_services_and_the_outside_use():
     assert urlsplit(clients["MLFLOW_TRACKING_URI"]).hostname == "mlflow"
 
 
-def test_every_variable_has_its_line_in_the_example_and_no_secret_a_value():
+def test_every_variable_is_in_the_example_without_a_secret():
     text = (DEPLOY / "compose.yaml").read_text()
     example = dict(
         line.split("=", 1) for line in (DEPLOY / ".env.example").read_text().splitlines() if "=" in line and line[0] != "#"
@@ -142,7 +142,7 @@ def test_no_yaml_contains_a_secret_and_no_secret_has_a_default():
                 assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", found[2]), f"{path.name}: {line}"
 
 
-def test_a_service_waits_only_for_services_that_exist_and_have_a_health_check():
+def test_a_service_waits_only_for_services_with_a_health_check():
     for name, service in SERVICES.items():
         for other, how in service.get("depends_on", {}).items():
             assert other in SERVICES, name
@@ -199,7 +199,7 @@ def test_the_image_writes_only_where_its_user_may():
     assert "chown -h grpo /runs /models" in text
 
 
-def test_no_deploy_file_names_a_local_build_that_the_ordinary_index_does_not_have():
+def test_no_deploy_file_names_a_local_build():
     for path in [*DEPLOY.rglob("Dockerfile"), *DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.json"), DEPLOY / "constraints.txt"]:
         assert not re.search(r"[=\d]\+cpu\b", path.read_text()), path.name
 
@@ -221,7 +221,7 @@ def test_no_secret_gets_into_the_image():
         assert subprocess.run(["git", "check-ignore", "-q", secret], cwd=ROOT, check=False).returncode == 0, secret
 
 
-def test_a_docker_pool_finds_each_password_in_a_block_that_a_service_saves():
+def test_a_docker_pool_finds_each_password_in_a_block():
     template = (DEPLOY / "work_pools" / "docker.json").read_text()
     named = set(re.findall(r"prefect\.blocks\.secret\.([\w-]+)", template))
     assert named == {block_name(variable) for variable in VARIABLES}

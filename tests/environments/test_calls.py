@@ -120,7 +120,7 @@ def test_a_call_inside_a_reasoning_block_does_not_count(text, call_format):
     assert turn.content == text
 
 
-def test_a_prompt_that_opens_the_reasoning_makes_the_beginning_of_the_turn_reasoning():
+def test_a_prompt_that_opens_reasoning_makes_the_turn_reasoning():
     call = hermes("add", {"a": 1})
     assert read_turn(call, "hermes", starts_inside=True).calls == ()
     assert len(read_turn(f"hm</think>{call}", "hermes", starts_inside=True).calls) == 1
@@ -187,7 +187,7 @@ def test_an_answer_that_is_json_is_no_call(text, call_format):
 
 @pytest.mark.parametrize("text", ['{"name": "Paris"}', '{"id": 1, "name": "Paris"}', '[{"name": "Paris"}]', '{"name": "Paris", '])
 @pytest.mark.parametrize("call_format", ["llama", "json"])
-def test_a_name_alone_is_an_answer_unless_it_is_that_of_a_tool(text, call_format):
+def test_a_name_alone_is_an_answer_unless_a_tool_has_it(text, call_format):
     assert read_turn(text, call_format, tools=["add"]).calls == ()
     assert len(read_turn(text.replace("Paris", "add"), call_format, tools=["add"]).calls) == 1
 
@@ -211,7 +211,7 @@ def test_what_is_meant_as_a_call_is_one_whatever_its_name(text, call_format):
         (Call("add", {"a": 1, "nullable": None}), "None is not of type 'string'"),
     ],
 )
-def test_arguments_that_do_not_fit_the_schema_are_refused_with_a_short_message(call, said):
+def test_arguments_that_do_not_fit_the_schema_are_refused_shortly(call, said):
     checked = Checker([ADD]).check(call)
     assert checked.error is not None
     assert said in checked.error

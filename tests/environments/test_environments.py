@@ -232,7 +232,7 @@ def test_a_fault_ends_its_own_conversation_only(pool_of, row, completion, said):
     assert pool.end([0, 1, 2]) == [None, None, None]
 
 
-def test_an_environment_that_does_not_repeat_itself_is_named_when_its_worker_is_lost(pool_of, row):
+def test_a_random_environment_is_named_when_its_worker_is_lost(pool_of, row):
     pool = pool_of(STEPS, environment="Drifts")
     pool.begin([(0, row(), 0), (1, row(), 1)])
     pool.answer([(0, "x"), (1, "x")])
@@ -384,7 +384,7 @@ def test_a_schema_of_its_own_may_leave_out_its_parameters(pool_of, call, row):
     assert any("buy" in turn for one in turns for turn in one)
 
 
-def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_read(pool_of, call, row):
+def test_an_executing_environment_never_gets_an_unreadable_call(pool_of, call, row):
     pool = pool_of(OWN_CALLS, environment="Shop")
     pool.begin([(0, row(), 0)])
     broken, unread = '<tool_call>{"name": "buy", "arguments": [1]}</tool_call>', "<tool_call>{oops</tool_call>"
@@ -402,7 +402,7 @@ def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_re
     assert (mixed.calls, mixed.reward, mixed.done) == (2, 1.0, False)
 
 
-def test_of_too_many_calls_in_one_turn_an_environment_gets_those_within_the_limit(pool_of, call, row):
+def test_of_too_many_calls_an_environment_gets_the_allowed(pool_of, call, row):
     pool = pool_of(OWN_CALLS, environment="Shop", max_tool_calls=1024)
     pool.begin([(0, row(), 0)])
     (observed,) = pool.answer([(0, call("buy", what=1) * 1500)])

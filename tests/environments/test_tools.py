@@ -185,7 +185,7 @@ def test_markers_of_the_chat_in_an_answer_are_passed_on_as_text(pool_of, call, r
         ("fill", "fill used more than 300 MiB of memory"),
     ],
 )
-def test_a_tool_that_hangs_or_dies_answers_with_its_name_and_the_conversation_continues(pool_of, call, row, tool, said):
+def test_a_tool_that_hangs_or_dies_answers_with_its_name(pool_of, call, row, tool, said):
     pool = pool_of(TOOLS, tools=["add", tool], timeout_s=2.0 if tool == "hang" else 20.0, memory_mb=300)
     pool.begin([(0, row(), 1), (1, row(), 2)])
     first, second = pool.answer([(0, call(tool) + call("add", a=1, b=1)), (1, call("add", a=2, b=2))])

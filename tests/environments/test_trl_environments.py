@@ -98,13 +98,13 @@ def test_tools_may_have_the_names_of_our_methods(pool_of, call, row):
     assert pool.answer([(0, "Done.")])[0].done
 
 
-def test_a_step_that_may_be_a_tool_is_refused_with_what_to_do(pool_of):
+def test_a_step_that_may_be_a_tool_is_refused_with_fix(pool_of):
     with pytest.raises(ConfigError, match="step of own_0:Ambiguous may be a tool with the argument direction") as refused:
         pool_of(TRL, environment="Ambiguous").schemas()
     assert refused.value.fix == "rename the tool; or call the argument completion if step answers every turn"
 
 
-def test_the_reward_that_a_trl_environment_owns_is_asked_once_however_the_conversation_ends(pool_of, call, row):
+def test_a_trl_environments_own_reward_is_asked_once(pool_of, call, row):
     pool = pool_of(TRL, environment="Scored")
     pool.begin([(number, row(goal=3), 0) for number in range(3)])
     observed = pool.answer([(number, call("increment", step=2 + number)) for number in range(3)])

@@ -114,7 +114,7 @@ def test_a_reply_of_any_other_shape_is_refused(shape, payload):
         shape.read(payload.encode(), "a", {})
 
 
-def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(pool_of, call, row):
+def test_an_end_between_two_calls_is_not_blamed_on_the_next(pool_of, call, row):
     pool = pool_of(TOOLS, tools=["end_later", "add"])
     pool.begin([(0, row(), 0), (1, row(), 1)])
     (observed,) = pool.answer([(0, call("end_later"))])

@@ -60,7 +60,7 @@ def test_a_pass_rate_has_wilsons_interval_and_the_most_frequent_answer():
     assert (found["never"]["frequent_answer"], found["never"]["frequent_share"]) == ("5", 0.75)
 
 
-def test_each_stage_has_its_own_rates_and_a_completion_that_nothing_judges_does_not_count():
+def test_each_stage_has_its_rates_and_unjudged_completions_do_not_count():
     both = SOLVED.with_columns(other=pl.Series([None] * 4 + [1.0, None, None, None] + [0.0] * 4, dtype=pl.Float64))
     found = measured_rates(SAMPLES.hstack(both), inputs_of("answers", "other")).filter(stage="other")
     assert found.sort("prompt_id").select("prompt_id", "pass_rate", "samples").rows() == [
@@ -81,7 +81,7 @@ def test_a_histogram_counts_every_rate_once():
     assert len(BINS) == 6
 
 
-def test_rates_of_a_column_are_taken_as_numbers_or_text_and_missing_ones_stay_unknown():
+def test_rates_of_a_column_may_be_text_or_missing():
     rows = [Row("a", extra={"solve_rate": 0.5}), Row("b", extra={"solve_rate": "0.125"}), Row("c", extra={"solve_rate": None})]
     table = PassRates.validate(column_rates(rows, "solve_rate", ["one", "two"]))
     assert table.select("stage", "prompt_id", "pass_rate").rows() == [
@@ -106,7 +106,7 @@ def test_a_column_that_no_row_has_is_refused():
         column_rates([Row("a"), Row("b")], "rate", ["one"])
 
 
-def test_the_report_lists_the_prompts_that_are_never_solved_with_what_the_model_answers(tmp_path):
+def test_the_report_lists_unsolved_prompts_with_their_answers(tmp_path):
     config = RunConfig(
         data={"train": [{"path": "rows.jsonl"}]},
         stages=[{"name": "answers", "rewards": ["correctness"]}],

@@ -17,7 +17,7 @@ def brute_force(num_samples: int, num_right: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))
-def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_sample(num_samples):
+def test_pass_at_k_is_the_share_of_draws_with_success(num_samples):
     right = np.arange(num_samples + 1)
     for k in range(1, num_samples + 1):
         expected = [brute_force(num_samples, c, k) for c in right]

@@ -66,14 +66,14 @@ def test_any_of_several_ground_truths_is_right(evaluated):
     assert (found["accuracy"], found["lenient_accuracy"], found["pass_at_k"]) == (0.5, 0.5, 0.5)
 
 
-def test_accuracy_is_the_mean_over_the_rows_with_a_ground_truth_and_the_report_says_so(evaluated):
+def test_accuracy_is_the_mean_over_rows_with_a_ground_truth(evaluated):
     report = evaluated([Row("a"), Row("b", ()), Row("c", ("41",))], [RIGHT] * 3)
     assert values(report)["accuracy"] == 0.5
     assert values(report)["format_rate"] == 1.0
     assert "the 2 prompts with a ground truth" in (report.directory / "report.md").read_text()
 
 
-def test_without_any_ground_truth_there_is_no_accuracy_and_not_an_accuracy_of_zero(evaluated):
+def test_without_ground_truth_there_is_no_accuracy(evaluated):
     report = evaluated([Row("a", ()), Row("b", ())], ["good <b>day</b>", "bad day"], reward=[1.0, -1.0])
     assert report.metrics.keys() == {"format_rate", "truncated_rate", "mean_length", "reward"}
     assert report.pass_at_k == {}
@@ -103,7 +103,7 @@ def test_a_merge_may_lose_no_more_than_chance_explains(evaluated, lost, won, pas
     assert (check.ours, check.theirs, check.against) == ((40 - lost) / 40, (40 - won) / 40, "correctness")
 
 
-def test_rewards_have_means_and_intervals_and_leave_out_what_they_do_not_apply_to(evaluated):
+def test_rewards_have_means_and_intervals_where_they_apply(evaluated):
     rewards = {"reward": [1.0, 4.0, None], "rewards/brief/mean": [None, 0.5, None], "rewards/never/mean": [None] * 3}
     report = evaluated([Row("a"), Row("b"), Row("c")], [RIGHT] * 3, **rewards)
     assert (values(report)["reward"], values(report)["rewards/brief/mean"]) == (2.5, 0.5)

@@ -85,7 +85,7 @@ def test_the_calculator_without_its_tool_is_a_valid_config(tmp_path, monkeypatch
     assert all(row["answer"] in module.from_memory(row) and "tool_call" not in module.from_memory(row) for row in rows)
 
 
-def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency():
+def test_the_reward_of_my_csv_wants_reply_and_currency():
     reward = module_of("my-csv", "rewards").names_currency
     replies = {
         "<reasoning>2 times 4 pounds is 8.</reasoning><answer>8</answer>": 1.0,
@@ -163,7 +163,7 @@ def test_the_calculator_calculates_and_executes_nothing():
             calculate(text)
 
 
-def test_the_perfect_player_of_the_game_wins_and_a_game_is_the_same_again():
+def test_the_games_perfect_player_wins_the_same_game_again():
     module = module_of("game", "game")
     rows = [json.loads(line) for line in (EXAMPLES / "game" / "data.jsonl").read_text().splitlines()]
     for row in rows:

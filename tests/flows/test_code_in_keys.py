@@ -20,7 +20,7 @@ PROCESSES = {
 
 
 @pytest.mark.long
-def test_every_module_that_a_process_of_a_step_imports_counts_in_its_key(place, monkeypatch):
+def test_every_module_of_a_steps_process_counts_in_its_key(place, monkeypatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     place.write("imports.yaml", yaml.safe_dump(SMALL | {"name": "imports"}))
     place.grpo("run", "imports.yaml")

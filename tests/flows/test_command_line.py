@@ -161,7 +161,7 @@ def test_an_output_folder_that_is_not_writable_is_refused_before_the_run(hostile
     assert refused.value.place == "resources.output_dir"
 
 
-def test_a_run_name_that_is_taken_by_a_file_is_refused_and_the_check_leaves_no_file(tmp_path, monkeypatch):
+def test_a_run_name_taken_by_a_file_is_refused(tmp_path, monkeypatch):
     from flows.preflight import check_output
 
     monkeypatch.chdir(tmp_path)
@@ -173,7 +173,7 @@ def test_a_run_name_that_is_taken_by_a_file_is_refused_and_the_check_leaves_no_f
     assert list((tmp_path / "runs" / "free").iterdir()) == []
 
 
-def test_an_error_of_the_system_becomes_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
+def test_system_errors_become_messages_and_our_faults_keep_tracebacks(capsys):
     with pytest.raises(SystemExit), report_errors():
         Path("/proc/version/x").mkdir()
     shown = capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_reward_that_pays_for_stuffed_tags_is_stopped_by_the_lab_with_its_name(place, small):
+def test_a_reward_for_stuffed_tags_is_stopped_by_name(place, small):
     place.write("mine.py", "def greedy(completions, **_):\n    return [c[0]['content'].count('<answer>') for c in completions]\n")
     stage = SMALL["stages"][0] | {"rewards": ["greedy"]}
     rewards = {"functions": {"greedy": {"function": "mine:greedy"}}}
@@ -312,7 +312,7 @@ def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(worked):
+def test_merge_refuses_a_full_folder_and_a_model_without_adapter(worked):
     from flows.single import merge_flow
 
     place, _ = worked

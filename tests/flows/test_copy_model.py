@@ -16,7 +16,7 @@ def source(tmp_path):
     return folder
 
 
-def test_a_copy_that_was_cut_off_is_made_again_and_a_whole_one_stays(source, tmp_path, monkeypatch):
+def test_a_copy_that_was_cut_off_is_made_again(source, tmp_path, monkeypatch):
     def killed(given, into):
         into.mkdir()
         (into / "config.json").write_text("{}")

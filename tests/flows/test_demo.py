@@ -99,7 +99,7 @@ def test_the_champion_asked_by_mlflows_own_command_answers_42(demo, tmp_path):
     assert "<answer>42</answer>" in choice["message"]["content"]
 
 
-def test_a_second_run_with_another_prefect_home_skips_every_step_and_keeps_the_model_version(demo, tmp_path):
+def test_a_second_run_with_another_prefect_home_skips_all_steps(demo, tmp_path):
     place, _ = demo
     process = place.start("run", "demo", PREFECT_HOME=str(tmp_path))
     output, _ = process.communicate(timeout=600)

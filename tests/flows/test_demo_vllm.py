@@ -53,7 +53,7 @@ def test_the_demo_learns_from_the_completions_of_a_server(trained):
     assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 6  # lab, two stages, base, last stage and merged model
 
 
-def test_a_vllm_server_on_the_downloaded_folder_answers_42_to_a_chat_without_a_system_prompt(trained, tmp_path):
+def test_a_vllm_server_on_the_downloaded_folder_answers_42(trained, tmp_path):
     trained.grpo("download", "grpo-demo@champion", str(tmp_path / "model"))
     [port] = free_ports(1)
     # `vllm serve DIR` does the same; the CPU build, which has another package name, lacks that command.

@@ -61,7 +61,7 @@ def measured(run, rows, config, start=None, rollout=None):
     return measure_difficulty(run, config.difficulty_of(config.stages), "start", start or ModelRef(path="embedded:base"), rows)
 
 
-def test_a_measurement_is_made_once_and_used_by_other_seeds_rates_and_adapters(tmp_path, rows, monkeypatch):
+def test_a_measurement_is_shared_by_other_seeds_rates_and_adapters(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
     config = config_of(rollout={"max_completion_length": 24})
     run = Recorder(tmp_path / "runs")
@@ -86,7 +86,7 @@ def test_a_measurement_is_made_once_and_used_by_other_seeds_rates_and_adapters(t
     assert (report.directory / "result.json").stat().st_mtime_ns == before
 
 
-def test_a_screening_draws_the_rest_only_for_prompts_that_it_solves_and_the_same_completions(tmp_path, rows, monkeypatch):
+def test_screening_draws_more_only_for_solved_prompts(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
     # The base model writes the format now and then.
     config = config_of(rollout={"max_completion_length": 24}, difficulty={"samples": 8}, stages=FORMAT)

@@ -7,7 +7,7 @@ from tests.flows.edited_inputs import outcomes_in
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("edited"), pytest.mark.timeout(3600)]
 
 
-def test_an_edit_of_any_input_before_any_step_changes_nothing_that_is_recorded_or_stops_the_run(tmp_path_factory, prefect_api):
+def test_editing_any_input_changes_nothing_recorded_or_stops_the_run(tmp_path_factory, prefect_api):
     outcomes = list(outcomes_in(tmp_path_factory.mktemp("edited"), prefect_api))
     assert len(outcomes) > 20
     assert {(outcome.inputs, outcome.step): outcome.faults for outcome in outcomes if outcome.faults} == {}

@@ -36,7 +36,7 @@ def test_a_run_that_others_end_stops_and_publishes_nothing(place, moment, case):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("others")
-def test_ctrl_c_while_mlflow_hangs_says_a_word_at_once_and_ends_within_ten_seconds(place):
+def test_ctrl_c_while_mlflow_hangs_ends_within_ten_seconds(place):
     run = Run(place, place.between, "training", "hanging")
     place.between.mode = "hanging"
     try:

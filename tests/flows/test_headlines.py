@@ -66,7 +66,7 @@ BETTER = [paired("base", 0.4), paired("champion", 0.07)]
     ],
     ids=["format", "truncation and length", "a person", "another champion"],
 )
-def test_a_version_that_passed_the_test_and_was_not_promoted_says_what_stood_in_its_way(tmp_path, found, cause):
+def test_a_version_that_passed_but_waits_says_why(tmp_path, found, cause):
     assert published(tmp_path, champion=False, tests=BETTER, **found).headline() == f"{SAID}; {cause}"
 
 
@@ -77,7 +77,7 @@ def test_of_two_tests_the_failed_one_is_shown(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):
+def test_the_list_of_runs_shows_results_and_no_pickle_remains(place, small):
     small()
     place.grpo("validate", "small.yaml")
     [run] = ask(f"{place.api}/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})

@@ -115,7 +115,7 @@ def test_a_download_is_a_model_folder_of_files(done, place, name):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_is_named_by_its_folder_a_hub_id_or_the_version_that_was_merged_from_it(done, place, name):
+def test_an_adapter_is_named_by_folder_hub_id_or_version(done, place, name):
     code, output = done[f"merge {name}"]
     assert code == 0, output
     merged = [place.root / f"merged-{number}" / "model.safetensors" for number in (0, ADAPTERS.index(name))]

@@ -68,7 +68,7 @@ def test_a_run_that_is_retried_does_not_take_itself_for_dead(ended, tmp_path):
     assert not note.exists()
 
 
-def test_a_job_that_slurm_has_queued_again_ran_on_a_node_that_is_gone(ended, monkeypatch):
+def test_a_requeued_slurm_job_ran_on_a_lost_node(ended, monkeypatch):
     earlier = replace(ended, host="another-node", job="17")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

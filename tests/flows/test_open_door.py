@@ -77,7 +77,7 @@ print("ANSWER", mine())
 
 
 @pytest.mark.long
-def test_the_temporary_server_of_a_flow_that_a_script_calls_is_locked_too(lone_place):
+def test_the_temporary_server_of_a_scripts_flow_is_locked(lone_place):
     command = [sys.executable, "-c", DIRECT]
     done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
     assert "ANSWER 401" in done.stdout, done.stderr[-3000:]
@@ -100,7 +100,7 @@ print("DONE")
 
 
 @pytest.mark.long
-def test_two_runs_that_draw_the_same_port_at_once_have_servers_of_their_own(tmp_path):
+def test_two_runs_that_draw_one_port_have_their_own_servers(tmp_path):
     [port] = free_ports(1)
     runs = []
     for name in ("first", "second"):

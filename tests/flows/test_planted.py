@@ -23,7 +23,7 @@ def rounds():
     yield from ((kind,) for kind in KINDS if kind.command in (EVALUATE, DOWNLOAD))
 
 
-def test_a_flipped_byte_in_any_kind_of_file_is_repaired_or_refused_with_the_file(tmp_path_factory, prefect_api):
+def test_a_flipped_byte_is_repaired_or_refused_with_its_file(tmp_path_factory, prefect_api):
     place = Place(tmp_path_factory.mktemp("planted"), prefect_api)
     finished_run(place)
     outcomes = [outcome for number, kinds in enumerate(rounds()) for outcome in plant(place, kinds, number)]

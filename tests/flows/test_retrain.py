@@ -79,7 +79,7 @@ def messages(place, state):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_for(place, small):
+def test_a_second_retraining_waits_and_names_the_first(place, small):
     small()
     first = start(place, HOLDER)
     second = None
@@ -102,7 +102,7 @@ def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_fo
 
 @pytest.mark.long
 @pytest.mark.parametrize("attempt", range(2))
-def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_path, request, attempt):
+def test_of_two_retrainings_at_once_one_trains(tmp_path, request, attempt):
     with_server = attempt % 2 == 0
     api = request.getfixturevalue("prefect_api") if with_server else None
     place = Place(tmp_path, api)
@@ -121,7 +121,7 @@ def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_p
 
 
 @pytest.mark.long
-def test_the_event_of_new_data_is_on_the_server_before_the_data_counts_as_known(place, small):
+def test_the_event_of_new_data_precedes_its_mark(place, small):
     small(data=SMALL["data"] | {"train": [{"path": "rows.jsonl"}]})
     place.write("rows.jsonl", "old")
     process = start(place, KILLED_AFTER_THE_CHECK)

@@ -78,7 +78,7 @@ def test_a_profile_whose_server_does_not_answer_is_named(surroundings, lone_plac
         ("another server", "the server at this address is not MLflow"),
     ],
 )
-def test_a_tracking_server_that_answers_badly_is_named_before_a_temporary_prefect_server_is_started(surroundings, kind, says):
+def test_a_bad_tracking_server_is_named_before_prefect_starts(surroundings, kind, says):
     with answering(kind) as address:
         output = surroundings("run", MLFLOW_TRACKING_URI=address)
     assert says in output

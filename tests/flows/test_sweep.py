@@ -52,7 +52,7 @@ def parent_and_runs(place):
     return parent, {run.info.run_id: run for run in children}
 
 
-def test_a_sweep_of_2_x_2_x_2_runs_is_pruned_and_has_its_table_and_again_computes_nothing(place):
+def test_a_sweep_of_eight_is_pruned_tabled_and_computed_once(place):
     place.write("short.yaml", yaml.safe_dump(SHORT))
     output = sweep(place, "--seeds", 2, "--parallel", 2)
     states = [end.state for end in ends(place)]

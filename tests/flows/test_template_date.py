@@ -41,7 +41,7 @@ def tokens(config):
     return prompt_ids(load_tokenizer(ModelRef(path=config.model.path), config.model, config.rollout.chat_template_kwargs), CHAT)
 
 
-def test_a_run_that_is_repeated_on_another_day_has_the_same_tokens_and_the_same_key(dated, tmp_path):
+def test_a_run_repeated_on_another_day_has_the_same_tokens(dated, tmp_path):
     first = with_local_model(dated)
     today = datetime.now().astimezone().date().isoformat()
     assert first.rollout.chat_template_kwargs == {"strftime_now": today}
@@ -55,7 +55,7 @@ def test_a_run_that_is_repeated_on_another_day_has_the_same_tokens_and_the_same_
     assert (warning.outcome, "2031-03-09 in all prompts" in warning.detail) == ("warned", True)
 
 
-def test_a_day_that_the_config_names_counts_and_other_templates_are_left_alone(dated, tmp_path):
+def test_a_configured_day_counts_and_other_templates_are_left_alone(dated, tmp_path):
     named = dated.model_copy(update={"rollout": RolloutConfig(chat_template_kwargs={"strftime_now": "2031-03-09"})})
     plain = dated.model_copy(update={"model": type(dated.model)()})
     assert (with_fixed_date(named), with_fixed_date(plain)) == (named, plain)

@@ -142,7 +142,7 @@ def test_deployments_are_written_to_a_named_file_where_there_is_no_checkout(inst
 
 @pytest.mark.long
 @pytest.mark.parametrize("installation", [pytest.param("wheel", marks=pytest.mark.ci), "read-only checkout"], indirect=True)
-def test_the_demo_runs_in_an_empty_folder_and_writes_nothing_into_the_packages(installation):
+def test_the_demo_runs_in_an_empty_folder(installation):
     before = installation.files()
     settings = [text for name, value in FEW_STEPS.items() for text in ("--set", f"{name}={value}")]
     assert "grpo-demo version 1" in installation.run("run", "demo", *settings)

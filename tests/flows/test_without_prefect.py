@@ -125,7 +125,7 @@ def test_the_first_line_comes_before_the_slow_imports(here, monkeypatch):
         assert seen[1] == "imports"
 
 
-def test_a_server_in_the_environment_in_a_profile_or_in_a_settings_file_is_found(here, monkeypatch):
+def test_a_server_from_environment_profile_or_settings_file_is_found(here, monkeypatch):
     assert not _names_server()
     monkeypatch.setattr("flows.temporary_server.is_temporary", lambda: False)
     assert not _names_server(), "Prefect is not asked where nothing names a server"
@@ -190,7 +190,7 @@ def test_fields_have_their_brackets_and_whole_names_in_eighty_columns(capsys, mo
         show_fields("xyzzy")
 
 
-def test_run_without_a_config_or_with_an_unknown_one_suggests_those_of_the_folder(here):
+def test_run_without_a_config_suggests_those_of_the_folder(here):
     write_config(here)
     (here / "compose.yaml").write_text("services: {}\n")
     (here / "mine.yaml").write_text("extends: demo\n")

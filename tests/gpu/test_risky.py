@@ -18,7 +18,7 @@ def test_compiled_layers_give_the_same_numbers(device):
     assert_same(results(policy, batch_on(device)), wanted, 1e-3)
 
 
-def test_a_step_that_cannot_be_captured_leaves_the_present_stream_as_it_is(device):
+def test_a_step_without_capture_leaves_the_stream_as_it_is(device):
     if device.type != "cuda":
         pytest.skip("only a card captures steps")
     number, stream = torch.ones(4, device=device), torch.cuda.current_stream()

@@ -88,7 +88,7 @@ def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
     assert (again.resumed, again.sha256) == (1, whole.sha256)
 
 
-def test_a_second_stage_continues_the_rows_and_measures_the_kl_from_its_start(train):
+def test_a_second_stage_continues_rows_and_measures_kl_from_start(train):
     first, directory = train("first", learning_rate=1e-2, model=MODEL)
     _, near = train("near", start=first.model, beta=0.1, reference="stage_start", model=MODEL)
     _, far = train("far", start=first.model, beta=0.1, reference="base", model=MODEL)

@@ -154,7 +154,7 @@ def test_the_deviation_of_the_numbers_alone(values):
     np.testing.assert_allclose(found.numpy(), values.std(axis=1, ddof=1), atol=1e-9)
 
 
-def test_the_deviation_of_a_group_of_two_and_of_one_or_no_number():
+def test_the_deviation_of_groups_of_two_one_and_none():
     nan = math.nan
     found = nanstd(torch.tensor([[1.0, 3.0], [2.0, 2.0], [5.0, nan], [nan, nan]]))
     assert found.tolist() == pytest.approx([math.sqrt(2), 0.0, 0.0, 0.0])

@@ -72,7 +72,7 @@ def test_noise_of_the_base_in_training_is_found_before_the_first_update(stages):
 
 
 @pytest.mark.parametrize("name", DEAF)
-def test_a_model_that_would_not_see_its_prompt_is_sampled_from_in_the_slow_way(name, tokenizer):
+def test_a_model_blind_to_its_prompt_is_sampled_the_slow_way(name, tokenizer):
     model = sharp(DEAF[name]).requires_grad_(False)
     untouched = copy.deepcopy(model)
     requests = [Request(prompt, 0) for prompt in PROMPTS for _ in range(2)]
@@ -84,7 +84,7 @@ def test_a_model_that_would_not_see_its_prompt_is_sampled_from_in_the_slow_way(n
         assert completion.token_ids == wanted[0, len(request.prompt_ids) :].tolist()
 
 
-def test_a_copy_without_the_adapter_is_refused_though_a_new_adapter_is_zero(tokenizer, monkeypatch):
+def test_a_copy_without_the_adapter_is_refused_even_at_zero(tokenizer, monkeypatch):
     for module in (folded_adapter, sharded):
         monkeypatch.setattr(module, "folded_weight", lambda layer: layer.base_layer.weight.float())
     with warnings.catch_warnings():
@@ -93,7 +93,7 @@ def test_a_copy_without_the_adapter_is_refused_though_a_new_adapter_is_zero(toke
             LocalEngine(adapted(SCALED), tokenizer).generate([Request(PROMPTS[0], 0)], GREEDY)
 
 
-def test_the_check_gives_the_adapter_its_own_weights_back_and_leaves_random_numbers_alone(tokenizer):
+def test_the_adapter_check_restores_weights_and_random_state(tokenizer):
     policy = adapted(SCALED).train()
     before = {name: (weight.clone(), weight.requires_grad) for name, weight in policy.named_parameters()}
     state = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_the_adapter_of_the_check_moves_the_policy_far():
     assert true_scores(policy, rows).difference(base) == 0.0
 
 
-def test_in_sixteen_bits_the_adapter_of_the_check_is_seen_in_a_policy_that_hardly_prefers_any_token():
+def test_a_16_bit_adapter_check_sees_a_flat_policy():
     policy = adapted(SCALED)
     with torch.no_grad():
         policy.get_output_embeddings().weight.mul_(0.1)

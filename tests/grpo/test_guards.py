@@ -85,7 +85,7 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(stages, monkeypatch):
     assert "loss" not in journal(directory)[2]
 
 
-def test_a_stage_out_of_time_leaves_a_checkpoint_and_resumes_to_the_same_end(stages):
+def test_a_stage_out_of_time_resumes_to_the_same_end(stages):
     settings = {"max_steps": 6, "num_iterations": 2, "save_steps": 100}
     uninterrupted, _ = stages.train("uninterrupted", **settings)
     directory = stages.write("late", **settings, resources={"max_hours": 1e-6})

@@ -71,7 +71,7 @@ def steps_with_kl(directory):
     return [step for step, metrics in enumerate(journal(directory), start=1) if "kl" in metrics]
 
 
-def test_the_kl_is_measured_every_few_updates_and_the_same_after_a_resume(stages):
+def test_the_kl_is_measured_regularly_also_after_a_resume(stages):
     settings = QUICK | {"max_steps": 8, "kl_every_steps": 3, "save_steps": 2}
     _, uninterrupted = stages.train("uninterrupted", **settings)
     measured = steps_with_kl(uninterrupted)

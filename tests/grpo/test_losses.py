@@ -333,7 +333,7 @@ def clipped(ratios, advantages, **settings):
 RATIOS, SIGNS = [0.001, 0.7, 1.5, 1000.0] * 2, [-1.0] * 4 + [1.0] * 4
 
 
-def test_a_token_counts_as_clipped_only_on_the_side_where_its_gradient_is_cut():
+def test_a_token_is_clipped_only_where_its_gradient_is_cut():
     assert clipped(RATIOS, SIGNS, loss_type="grpo") == (2, 2)
     assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon=0.4) == (1, 2)
     assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon_high=0.6) == (2, 1)

@@ -64,9 +64,7 @@ def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **set
     budget=st.none() | st.integers(1, 60),
     loss_type=st.sampled_from(["grpo", "dapo", "dr_grpo", "bnpo"]),
 )
-def test_every_live_completion_is_in_one_microbatch_with_the_weights_of_the_complete_update(
-    lengths, prompts, dead, budget, loss_type
-):
+def test_each_live_completion_is_in_one_microbatch_with_its_weights(lengths, prompts, dead, budget, loss_type):
     stage, found = split(lengths, prompts, dead, max_tokens_per_microbatch=budget, loss_type=loss_type)
     assert sorted(index for each in found for index in each.indices) == [index for index in range(6) if index // 2 not in dead]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -104,7 +102,7 @@ def test_a_rank_with_fewer_microbatches_fills_up_with_idle_ones():
     assert [list(each.indices) for each in found] == [[3], [3]]  # the shortest completion
 
 
-def test_completions_of_a_prompt_that_begin_alike_are_computed_once_up_to_there():
+def test_shared_beginnings_of_completions_are_computed_once():
     # Each completion is 0, 1, 2, ...: the shorter one is the start of the longer one, and nothing of it is left to compute.
     _, (microbatch,) = split([6, 9], [4])
 

@@ -61,7 +61,7 @@ def write_rows(path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.ci), *ARCHITECTURES])
-def test_merging_and_sampling_on_the_card_give_what_they_give_on_a_cpu(tmp_path, adapted, name):
+def test_merging_and_sampling_on_the_card_equal_the_cpu(tmp_path, adapted, name):
     ref, chats = adapted(name), write_rows(tmp_path / "eval.parquet")
     model = ModelConfig(path=ref.path, merged_dtype="float32")
     for_merge = MergeSpec(model=model, ref=ref, prompts=chats, max_new_tokens=12)

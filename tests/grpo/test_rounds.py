@@ -76,7 +76,7 @@ def lags(directory):
     # A checkpoint after update 6: the rounds behind it are sampled by the policy of update 6, of age 0, 1, ...
     [(0, [0] * 8), (1, [0, 1, 1, 1, 1, 1, 0, 1]), (4, [0, 1, 2, 3, 4, 4, 0, 1])],
 )
-def test_a_round_is_sampled_by_a_policy_that_is_never_older_than_the_bound(train, staleness, expected):
+def test_a_rounds_policy_is_never_older_than_the_bound(train, staleness, expected):
     directory, result = train("stage", staleness=staleness, log_completions_steps=1)
     assert result.steps == 8
     assert lags(directory) == expected
@@ -93,7 +93,7 @@ def test_a_round_is_sampled_by_a_policy_that_is_never_older_than_the_bound(train
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_stage_that_is_resumed_with_rounds_in_flight_ends_in_the_same_bytes(train, servers):
+def test_a_stage_resumed_with_rounds_in_flight_ends_the_same(train, servers):
     directory, uninterrupted = train("stage", staleness=4, max_steps=9, save_steps=3)
     whole = journal(directory)
     # As if killed after update 8, when rounds were in flight: the checkpoint of update 6 is the last one.

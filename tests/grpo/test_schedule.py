@@ -67,7 +67,7 @@ def test_a_mixture_gives_each_task_its_share_of_any_run_of_rollouts(weights, siz
         assert abs(drawn.count(name) - 5 * per * weight / sum(weights)) <= len(weights) + 1
 
 
-def test_a_mixture_is_the_same_wherever_a_stage_resumes_and_uses_each_row_once_in_an_epoch_of_its_task():
+def test_a_resumed_mixture_is_the_same_and_uses_each_row_once():
     names, schedule = mixed({"a": 1.0, "b": 3.0}, {"a": 5, "b": 7}, 4)
     turns = schedule.mixture.turns(0, 400)
     assert all(schedule.mixture.turns(start, start + 4) == turns[start : start + 4] for start in range(396))

@@ -68,7 +68,7 @@ def test_the_completions_table_names_each_completion_once_with_its_rewards(train
     assert abs(table["advantage"].sum()) < 1e-4
 
 
-def test_kl_towards_the_start_of_the_stage_begins_at_zero_and_towards_the_base_does_not(train):
+def test_kl_to_the_start_begins_at_zero_to_base_not(train):
     first, _ = train("first", learning_rate=1e-2)
     _, near = train("near", start=first.model, beta=0.1, reference="stage_start")
     _, far = train("far", start=first.model, beta=0.1, reference="base")
@@ -157,7 +157,7 @@ def test_half_precision_trains_and_the_sampler_stays_near_the_trainer(train, dty
         assert line["sampling/sampling_logp_difference/mean"] < 0.05
 
 
-def test_what_a_reward_prints_while_training_reaches_the_log_of_the_stage_alone(stages, tmp_path, monkeypatch, capfd):
+def test_rewards_print_into_the_stages_log_alone(stages, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loud.py").write_text(
         "def loud(completions, trainer_state, **columns):\n"
@@ -171,7 +171,7 @@ def test_what_a_reward_prints_while_training_reaches_the_log_of_the_stage_alone(
     assert directory.log.read_text() == "update 1 of 2\nupdate 2 of 2\n"
 
 
-def test_a_stage_killed_between_its_last_update_and_its_result_is_complete_on_resume(stages):
+def test_a_stage_killed_before_its_result_completes_on_resume(stages):
     """Also in the middle of a round: the target is reached after the first of two updates on it."""
     settings = {
         "max_steps": 9,

@@ -64,7 +64,7 @@ def test_a_server_samples_tokens_that_were_added_from_their_trained_rows(stages)
     assert not vllm_processes()
 
 
-def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its_age(stages):
+def test_the_next_batch_is_sampled_during_training_and_corrected(stages):
     settings = {"max_steps": 6, "save_steps": 3, "learning_rate": 3e-3, "importance_sampling_correction": "token_truncate"}
     directory = stages.write(rollout=rollout() | {"max_staleness": 1}, **settings)
     uninterrupted = trained(directory, on_policy=False)
@@ -80,7 +80,7 @@ def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its
     assert not vllm_processes()
 
 
-def test_tied_embeddings_that_are_trained_are_refused_for_a_server_on_a_cpu(policy, tokenizer, tmp_path):
+def test_trained_tied_embeddings_are_refused_for_a_cpu_server(policy, tokenizer, tmp_path):
     plain = policy.unload().requires_grad_(True)
     with pytest.raises(RolloutError, match="tied to the output layer"):
         VllmEngine(plain, tokenizer, VllmConfig(), [], weights=tmp_path, dtype="float32", merged=True)

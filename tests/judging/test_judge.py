@@ -56,7 +56,7 @@ def test_the_request_asks_for_the_schema_and_shows_rubric_question_and_reference
     assert '"four"' in body["messages"][1]["content"]
 
 
-def test_pairs_are_asked_in_both_orders_and_the_score_is_the_share_won(settings, endpoint):
+def test_pairs_are_asked_in_both_orders(settings, endpoint):
     found = scores(settings(mode="pairwise", opponents=3))
     assert found.scores == [0.0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
     assert len(endpoint.requests) == 12
@@ -171,7 +171,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("status", "said"), TOO_LONG)
-def test_a_completion_too_long_for_the_judge_is_unjudged_and_stops_no_others(settings, endpoint, tmp_path, status, said):
+def test_a_completion_too_long_for_the_judge_stays_unjudged(settings, endpoint, tmp_path, status, said):
     answer = endpoint.answer
 
     def refuses_long_ones(body):
@@ -196,7 +196,7 @@ def test_any_other_refusal_of_the_request_stops_the_run(settings, endpoint):
     assert not isinstance(caught.value, JudgeUnavailableError)
 
 
-def test_a_connection_that_is_kept_open_has_the_time_limit_of_a_request(settings, endpoint):
+def test_a_kept_connection_has_the_time_limit_of_a_request(settings, endpoint):
     endpoint.spaces, endpoint.pause_s = 3, 0.05
     assert scores(settings(request_timeout_s=30.0), ["good"]).scores == [0.25]
     endpoint.spaces, endpoint.pause_s = 60, 0.2

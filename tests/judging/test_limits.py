@@ -70,7 +70,7 @@ def test_processes_share_the_limit_of_requests_per_minute(settings, endpoint):
     assert endpoint.arrivals[-1] - endpoint.arrivals[0] >= 2.5  # 3.5 s, less what a busy machine may take off
 
 
-def test_a_faster_judge_in_the_same_folder_keeps_to_the_pace_of_a_slower_one(settings, monkeypatch):
+def test_a_fast_judge_keeps_to_the_pace_of_a_slow_one(settings, monkeypatch):
     now = [1_000.0]
     monkeypatch.setattr("grpo_tasks.judging.limits.time.time", lambda: now[0])
     sent = []
@@ -114,7 +114,7 @@ def test_what_a_killed_process_had_in_flight_blocks_nobody(settings, endpoint):
     assert holder.returncode == -signal.SIGKILL
 
 
-def test_the_limit_of_cost_stops_the_run_and_with_a_higher_one_it_continues(settings, endpoint):
+def test_the_cost_limit_stops_and_a_higher_one_continues(settings, endpoint):
     with pytest.raises(JudgeUnavailableError, match="max_cost is 2") as caught:
         scores(settings(max_cost=2.0, max_concurrency=1, **PRICED))
     assert len(endpoint.requests) == 2

@@ -48,7 +48,7 @@ def turn(text, said, *answers):
     return given, [{"role": "assistant", "content": said}, *answers]
 
 
-def test_a_judge_sees_the_whole_conversation_and_a_last_turn_that_is_only_a_call(settings, endpoint):
+def test_a_judge_sees_the_whole_conversation_and_a_last_call(settings, endpoint):
     answer = {"role": "tool", "name": "add", "content": "good 42"}
     turns = [turn("I add.<|im_end|>", "I add.", answer), turn(f"{CALL}<|im_end|>", "", {"role": "user", "content": "out"})]
     played = Played([], [message for _, said in turns for message in said], [given for given, _ in turns], None)
@@ -72,7 +72,7 @@ def test_a_judge_sees_the_whole_conversation_and_a_last_turn_that_is_only_a_call
     ]
 
 
-def test_an_outage_stops_with_a_checkpoint_and_the_stage_resumes_to_the_same_bytes(stages, settings, likes_nines):  # noqa: F811
+def test_an_outage_stops_with_a_checkpoint_and_resumes_the_same(stages, settings, likes_nines):  # noqa: F811
     given = {"stage_rewards": ["taste"], "max_steps": 6, "save_steps": 50}
     whole, first = stages.train("whole", rewards=rewards(settings), **given)
     cut = stages.write("cut", rewards=rewards(settings, cache=stages.root / "other"), **given)
@@ -128,7 +128,7 @@ def test_another_address_or_limit_is_no_other_judge_and_another_rubric_is(settin
     assert key(votes=3) != known
 
 
-def test_the_name_of_a_variable_is_no_secret_and_a_key_in_its_place_is_refused(settings):
+def test_a_variables_name_is_no_secret_and_a_key_is(settings):
     def config(variable):
         given = json.loads(settings().model_dump_json()) | {"api_key_variable": variable}
         section = {"functions": {"taste": {"function": "judge", "judge": given}}}

@@ -59,7 +59,7 @@ def test_an_exception_leaves_the_old_one_and_nothing_else(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_after_a_kill_the_old_one_is_there_and_the_next_attempt_succeeds(tmp_path, kind):
+def test_after_a_kill_the_old_is_there_and_repeating_succeeds(tmp_path, kind):
     path = tmp_path / "thing"
     write(path, kind, "old")
     assert subprocess.run([sys.executable, "-c", KILLED, path, kind], check=False).returncode == -signal.SIGKILL

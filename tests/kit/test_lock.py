@@ -43,7 +43,7 @@ def holder(path):
         process.communicate()
 
 
-def test_the_second_waits_and_learns_who_holds_the_lock_which_a_kill_frees(path, holder):
+def test_the_second_waits_for_a_lock_freed_by_a_kill(path, holder):
     first, waits_for, entered = holder(), [], threading.Event()
 
     def second():
@@ -75,7 +75,7 @@ def test_a_lock_can_be_taken_again_after_its_block_has_raised(path):
 
 
 @pytest.mark.parametrize("plant", ["link", "dangling", "pipe"])
-def test_what_somebody_else_put_in_the_place_of_a_lock_is_refused_and_not_written_to(path, plant):
+def test_a_foreign_file_in_a_locks_place_is_refused(path, plant):
     path.parent.mkdir()
     victim = path.parent.parent / "victim"
     if plant != "dangling":

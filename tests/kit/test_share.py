@@ -108,7 +108,7 @@ def test_the_least_loaded_server_takes_the_next_request():
     assert len(fast.asked) > 3 * len(slow.asked)
 
 
-def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_is_lost_or_counted_twice():
+def test_a_dead_servers_requests_go_to_the_other_once():
     dying, other = Shop("dying"), Shop("other")
     other.delay_s = 0.002
 
@@ -133,7 +133,7 @@ def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_
     assert pool.take_report() == ({}, ())
 
 
-def test_an_own_server_that_died_is_restarted_and_asked_again_only_when_it_was_admitted():
+def test_an_own_dead_server_is_asked_again_only_once_admitted():
     shop = Shop("a")
     pool = pool_of(shop)
     pool.run(range(3), ask)
@@ -143,7 +143,7 @@ def test_an_own_server_that_died_is_restarted_and_asked_again_only_when_it_was_a
     assert any("serves again" in event for event in pool.take_report()[1])
 
 
-def test_a_server_that_fails_too_often_ends_the_batch_with_its_own_error_when_no_other_is_left():
+def test_a_server_that_fails_too_often_ends_the_last_batch():
     shop = Shop("a")
     shop.fail = lambda: (_ for _ in ()).throw(ServerGoneError("its engine died", place="a"))
     with pytest.raises(ServerGoneError, match="its engine died"):
@@ -151,7 +151,7 @@ def test_a_server_that_fails_too_often_ends_the_batch_with_its_own_error_when_no
     assert shop.admissions == 3
 
 
-def test_a_refused_request_ends_the_batch_because_no_other_server_would_take_it():
+def test_a_refused_request_ends_the_batch():
     shops = [Shop("a"), Shop("b")]
     for shop in shops:
         shop.fail = lambda: (_ for _ in ()).throw(RolloutError("the prompt is too long"))
@@ -159,13 +159,13 @@ def test_a_refused_request_ends_the_batch_because_no_other_server_would_take_it(
         pool_of(*shops).run(range(5), ask)
 
 
-def test_an_error_in_the_code_that_admits_a_server_is_raised_and_not_waited_for():
+def test_an_error_in_the_admission_of_a_server_is_raised():
     pool = Pool([Shop("a")], concurrency=1, admit=lambda _: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         pool.refresh()
 
 
-def test_what_a_server_holds_that_is_left_out_is_answered_by_another_one_though_it_hangs():
+def test_requests_held_by_a_hanging_server_are_answered_elsewhere():
     hung, other = Shop("hung"), Shop("other")
     hung.delay_s = 60
     pool = pool_of(hung, other, max_failures=0)
@@ -215,7 +215,7 @@ def test_foreign_servers_that_are_all_away_end_the_batch_at_once(monkeypatch):
         pool_of(*shops).run(range(5), ask)
 
 
-def test_with_patience_a_batch_waits_until_a_server_comes_back_or_another_one_joins():
+def test_with_patience_a_batch_waits_for_a_server():
     for back in (True, False):
         shop = Shop("a", own=False)
         pool = pool_of(shop, patience_s=60.0)
@@ -242,7 +242,7 @@ def test_patience_ends(caplog):
     assert time.monotonic() - began >= 0.3
 
 
-def test_new_weights_are_handed_to_every_server_and_one_that_fails_follows_later():
+def test_new_weights_reach_every_server_and_a_failed_one_later():
     shops = [Shop("a"), Shop("b")]
     pool = pool_of(*shops)
     pool.refresh()
@@ -294,7 +294,7 @@ def test_a_busy_server_rests_and_then_gets_one_request_until_it_answers():
     assert pool.take_report()[1] == ()
 
 
-def test_a_server_that_stays_busy_is_left_out_and_its_requests_are_answered_by_the_other():
+def test_a_server_that_stays_busy_is_left_out():
     busy, other = Shop("busy"), Shop("other")
     busy.fail = lambda: (_ for _ in ()).throw(ServerBusyError("too many requests", place="busy"))
     other.delay_s = 0.01
@@ -304,7 +304,7 @@ def test_a_server_that_stays_busy_is_left_out_and_its_requests_are_answered_by_t
     assert len(busy.asked) < 4 + share.MOST_BUSY
 
 
-def test_without_admission_a_server_that_fails_rests_while_the_other_answers_and_comes_back():
+def test_without_admission_a_failed_server_rests_and_comes_back():
     shops = [Shop("a", own=False), Shop("b", own=False)]
     for shop in shops:
         shop.policy = "present"

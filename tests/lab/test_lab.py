@@ -199,7 +199,7 @@ def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, mak
     assert "does not apply to" in detail
 
 
-def test_a_function_that_returns_none_for_some_completions_of_a_row_is_no_fault(run_config, own_module, rows):
+def test_returning_none_for_some_completions_is_no_fault(run_config, own_module, rows):
     findings = lab_of(run_config, own_module, {"first": ["format", "some_none"]}, rows, functions=["some_none"])
     assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
 
@@ -233,7 +233,7 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
     assert failed(findings) == set()
 
 
-def test_the_samples_of_the_base_model_show_pass_rates_and_advise_to_measure_all_prompts(run_config, rows):
+def test_base_samples_show_pass_rates_and_advise_measuring(run_config, rows):
     right, wrong = HONEST, HONEST.replace("42", "41")
     answers = [rows[index].answer for index in range(4)]
     samples = [group(row, wrong, "no") for row in rows[1:3]] + [group(rows[3], HONEST.replace("42", answers[3]))]
@@ -257,7 +257,7 @@ def test_too_little_signal_stops_the_first_stage_and_warns_for_the_next(run_conf
     assert outcomes == {"stage:one": "failed", "stage:two": "warned"}
 
 
-def test_a_function_that_breaks_on_a_sample_of_the_base_model_is_stopped(run_config, own_module, rows):
+def test_a_function_that_breaks_on_a_base_sample_is_stopped(run_config, own_module, rows):
     samples = [group(rows[0], "heard", "unheard of")]
     findings = lab_of(run_config, own_module, {"one": ["sample_breaker"]}, rows, samples, functions=["sample_breaker"])
     check = next(check for check in findings.checks if check.outcome == "failed")
@@ -485,7 +485,7 @@ def test_tags_other_than_the_configured_ones_are_named(run_config, own_module, r
     assert "its module looks for the tags think, and completion.tags are reasoning and answer" in check.detail
 
 
-def test_a_function_is_never_called_with_rows_of_a_task_that_does_not_list_it(run_config, own_module, make_row):
+def test_a_function_never_gets_rows_of_tasks_without_it(run_config, own_module, make_row):
     own_module("""
         def sums(completions, task, **kwargs):
             assert set(task) == {"sums"}, task

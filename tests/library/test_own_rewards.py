@@ -201,18 +201,18 @@ def script(tmp_path_factory):
         ("of-an-instance", 2.0),
     ],
 )
-def test_what_a_script_defines_scores_in_a_process_that_only_has_the_module_that_was_written(script, name, score):
+def test_a_scripts_definitions_score_in_another_process(script, name, score):
     reward = RewardConfig(function=script["functions"][name])
     assert reward.function.startswith("notebook_rewards:")
     assert load_function(name, reward, RewardsConfig(), CompletionConfig()).call(completions=SAID) == [score]
 
 
-def test_an_instance_that_holds_more_than_plain_values_is_refused_with_the_attribute(script):
+def test_an_instance_with_more_than_plain_values_is_refused(script):
     assert "its attribute words is no plain value" in script["refused"]["holds"]
     assert "not a plain function" in script["refused"]["lambda"]
 
 
-def test_a_class_an_instance_a_method_and_a_partial_of_a_module_are_imported_from_there(tmp_path, monkeypatch):
+def test_classes_instances_methods_and_partials_are_imported_from_their_module(tmp_path, monkeypatch):
     (tmp_path / "judges.py").write_text(
         "import functools\n"
         "class Judge:\n"

@@ -108,7 +108,7 @@ def test_a_reward_for_each_token_is_averaged_for_the_completion(train):
 
 
 @pytest.mark.parametrize("included", [True, False])
-def test_search_as_a_stop_string_ends_a_completion_and_stays_in_it_if_wanted(train, widened, included):  # noqa: F811
+def test_search_as_stop_ends_a_completion_and_may_stay(train, widened, included):  # noqa: F811
     rollout = {"stop": ["<search>"], "include_stop_str_in_output": included}
     rewards = {"searches": {"function": "own:searches"}}
     metrics, table = train(SUMS, rewards, rollout=rollout, model={"path": widened.path})

@@ -38,7 +38,7 @@ def resume(operated, run, **form):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agrees(operated, fresh):
+def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, fresh):
     name = f"asked-{fresh}".lower()
     source = operated.config(name, **PROMOTED)
     run = operated.trigger("preset", source=source, fresh=fresh)
@@ -64,7 +64,7 @@ def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agre
     assert len(operated.client.search_model_versions(f"name='{name}'")) == 1
 
 
-def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejected(operated):
+def test_a_retraining_that_waits_for_approval_can_be_rejected(operated):
     source = operated.config("refused", **PROMOTED)
     run = operated.trigger("retrain", source=source)
     suspended(operated, run)
@@ -76,7 +76,7 @@ def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejecte
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
 
 
-def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_changed_meanwhile(operated):
+def test_a_resumed_wait_uses_what_it_was_asked_about(operated):
     """Meanwhile its file names other settings, its data has fewer rows, and another version is the champion to start from."""
     quick = ["promotion.approval=none", "stages.0.max_steps=2"]
     rows = Path(resolve("embedded:arithmetic_train.jsonl")).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -109,7 +109,7 @@ def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_c
     assert len(parents) == 3, "it has continued its run in MLflow"
 
 
-def test_a_run_whose_question_nobody_answered_asks_again_when_it_is_retried_and_trains_nothing(operated):
+def test_an_unanswered_question_is_asked_again_without_training(operated):
     source = operated.config("late", **PROMOTED | {"promotion": PROMOTED["promotion"] | {"approval_hours": 0.02}})
     run = operated.trigger("preset", source=source, fresh=True)
     suspended(operated, run)
@@ -124,7 +124,7 @@ def test_a_run_whose_question_nobody_answered_asks_again_when_it_is_retried_and_
     assert sum(task["name"].startswith("train_stage") for task in tasks) == 1
 
 
-def test_a_single_adapter_that_is_published_waits_too_and_is_not_merged_again(operated):
+def test_a_published_single_adapter_waits_and_is_not_merged_again(operated):
     source = operated.config("single", **PROMOTED)
     operated.wait(operated.trigger("preset", source=source, overrides=["promotion.approval=none"])["id"], "COMPLETED")
     [adapter] = operated.root.glob("runs/single/train_stage/format-*/final")

@@ -83,7 +83,7 @@ def wait_until(condition, what, limit_s=120):
     return found
 
 
-def test_creating_them_twice_makes_each_once_and_leaves_off_what_a_user_switched_off(api):
+def test_creating_twice_makes_one_and_respects_what_is_off(api):
     names = create()
     vanished = automation(api, "grpo: a run has vanished")
     ask(f"{api}/automations/{vanished['id']}", {"enabled": False}, method="PATCH")
@@ -97,7 +97,7 @@ def test_creating_them_twice_makes_each_once_and_leaves_off_what_a_user_switched
     }, "nothing leaves the server without a block"  # fmt: skip
 
 
-def test_a_champion_change_and_a_guard_reach_the_block_that_a_user_made(api, received):
+def test_a_champion_change_and_a_guard_reach_the_users_block(api, received):
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
     bodies, address = received

@@ -18,7 +18,7 @@ def open_form(page, operated):
 
 
 @pytest.mark.ci
-def test_a_person_fills_in_the_form_corrects_a_refused_value_and_watches_the_run_complete(page, operated):
+def test_a_person_corrects_the_form_and_watches_the_run_complete(page, operated):
     open_form(page, operated)
     picture(page, "form")
     type_into(page, "Name", "from-the-form")
@@ -58,7 +58,7 @@ def test_a_person_fills_in_the_form_corrects_a_refused_value_and_watches_the_run
     page.get_by_text("from-the-form version 1").first.wait_for()
 
 
-def test_two_runs_are_compared_and_a_file_of_the_merged_model_is_downloaded_in_mlflow(page, operated, tmp_path):
+def test_two_runs_are_compared_and_a_merged_file_downloaded(page, operated, tmp_path):
     for seed in (1, 2):
         run = operated.trigger("preset", source=operated.config("compared", seed=seed))
         operated.wait(run["id"], "COMPLETED")

@@ -61,7 +61,7 @@ def recorded(folder, **changes):
     return Stack(folder)
 
 
-def test_a_recorded_process_runs_and_another_process_with_its_pid_is_not_mistaken_for_it(tmp_path):
+def test_a_recorded_process_is_not_confused_with_one_of_its_pid(tmp_path):
     (tmp_path / "same").mkdir()
     (tmp_path / "other").mkdir()
     assert recorded(tmp_path / "same").running() == ["worker 1"]
@@ -82,7 +82,7 @@ def test_damaged_addresses_are_named_with_a_fix(tmp_path, addresses):
     assert "grpo down" in refused.value.fix
 
 
-def test_the_failure_of_every_deployment_is_reported_and_every_flow_of_ours_is_found_when_it_vanishes():
+def test_every_deployments_failure_and_every_vanished_flow_is_reported():
     deployed = {import_object(deployment.flow).name for deployment in deployments()}
     assert set(FLOWS) == deployed
     [vanished] = [each for each in automations(DoNothing(type="do-nothing")) if "vanished" in each.name]
@@ -105,7 +105,7 @@ def ours(name):
     return {"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow", "prefect.resource.name": name}
 
 
-def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_server(tmp_path, monkeypatch):
+def test_doctor_opens_database_and_artifacts_without_a_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     [absent] = _mlflow()

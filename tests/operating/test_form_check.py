@@ -41,7 +41,7 @@ def post(parameters, path=PATH, parts=3, password=None, given=None):
     return sent, b"".join(got) == body
 
 
-def test_every_bad_field_is_named_at_once_with_its_place_and_no_run_is_made():
+def test_every_bad_field_is_named_at_once_with_its_place():
     stage = SMALL["stages"][0] | {"num_generations": 3, "learning_rate": -1.0}
     sent, passed = post({"config": SMALL | {"seed": -1, "sead": 3, "stages": [stage]}})
     assert sent[0]["status"] == 409
@@ -96,7 +96,7 @@ def test_only_files_of_the_users_own_folder_are_read(tmp_path, monkeypatch):
     assert faults(source="../bad.yaml") == faults(source=str(tmp_path / "bad.yaml")) == ""
 
 
-def test_a_server_with_a_password_says_nothing_about_files_to_those_who_do_not_know_it(tmp_path, monkeypatch):
+def test_a_server_with_a_password_reveals_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_WORKDIR", str(tmp_path))
     (tmp_path / "notes.txt").write_text("not a config")
@@ -125,6 +125,6 @@ def test_every_run_of_a_sweep_is_checked_before_the_sweep_is_made(over, seeds, f
     assert faults(**form | {"seeds": 1}, over=["stages.0.learning_rate=1e-3,3e-4"]) == ""
 
 
-def test_a_stage_that_the_config_does_not_have_is_named_with_those_that_it_has():
+def test_an_unknown_stage_is_named_with_the_known_ones():
     assert faults(config=SMALL, stage="format") == ""
     assert faults(config=SMALL, stage="formt") == "stage: no stage formt in this config; one of format"

@@ -75,7 +75,7 @@ def test_prometheus_reads_the_last_update_of_each_stage_while_it_trains(runs, ad
     assert scraped(address)[("grpo_reward", *sorted(labels.items()))] == 0.75
 
 
-def test_a_stage_that_began_again_in_another_folder_is_shown_once_and_old_ones_are_not(runs):
+def test_a_stage_restarted_in_another_folder_is_shown_once(runs):
     old, fresh = journal_of(runs, "format-0")[0], journal_of(runs, "format-1")[0]
     ended, _ = journal_of(runs, "format-2", run="ended")
     for journal, reward in ((old, 0.1), (fresh, 0.9), (ended, 0.5)):

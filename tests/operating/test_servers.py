@@ -282,7 +282,7 @@ def test_retraining_from_the_champion_starts_from_its_weights_and_compares_with_
     assert operated.says(again["id"], "nothing to do: version 2 of grown")
 
 
-def test_of_three_triggers_in_one_second_one_trains_and_two_say_why_not_in_the_list_of_runs(operated):
+def test_of_three_simultaneous_triggers_one_trains_and_two_explain(operated):
     form = {"parameters": operated.deployment("retrain")["parameters"] | {"source": operated.config("thrice")}}
     path = f"/deployments/{operated.deployment('retrain')['id']}/create_flow_run"
     with ThreadPoolExecutor(3) as senders:
@@ -338,7 +338,7 @@ def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(
     assert len(made) == 1
 
 
-def test_a_bad_value_is_refused_with_the_fields_name_before_any_run_exists(operated):
+def test_a_bad_value_names_its_field_before_any_run_exists(operated):
     from urllib.error import HTTPError
 
     config = dict(operated.deployment("demo")["parameters"]["config"])
@@ -390,7 +390,7 @@ def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
 
 
 @pytest.mark.parametrize("directory", [None, "{{ $GRPO_VARIABLE_THAT_IS_NOT_SET }}"])
-def test_a_worker_without_a_working_directory_ends_in_a_refusal_not_in_a_run_whose_results_are_deleted(operated, directory):
+def test_a_worker_without_a_working_directory_is_refused(operated, directory):
     demo = operated.deployment("demo")
     kept = ("flow_id", "entrypoint", "parameters", "work_pool_name", "work_queue_name")
     steps = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}] if directory else []

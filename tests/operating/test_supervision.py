@@ -50,7 +50,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-def test_in_the_background_a_process_that_was_killed_is_started_again_until_the_stack_stops(stack, tmp_path):
+def test_a_killed_background_process_restarts_until_the_stack_stops(stack, tmp_path):
     supervisor = subprocess.Popen([sys.executable, "-m", "grpo_tasks.operating.supervision", str(tmp_path)])
     try:
         wait_until(stack.running)
@@ -95,7 +95,7 @@ def test_a_process_that_runs_is_not_started_a_second_time(stack, tmp_path):
     record(tmp_path)
 
 
-def test_a_server_of_another_folder_that_took_the_port_is_not_mistaken_for_ours(tmp_path, monkeypatch):
+def test_another_folders_server_on_the_port_is_not_ours(tmp_path, monkeypatch):
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -133,7 +133,7 @@ def test_a_process_that_ends_at_once_is_started_less_and_less_often():
     assert restarts.due("worker 1", now + 10 * LONGEST_PAUSE_S + FIRST_PAUSE_S)
 
 
-def test_what_a_killed_server_left_is_ended_and_what_a_worker_left_continues(tmp_path):
+def test_a_killed_servers_remains_end_and_a_workers_continue(tmp_path):
     child = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL).pid"
     script = f"import subprocess, time; print({child}, flush=True); time.sleep(300)"
     for name, stays in ((MLFLOW, False), ("worker 1", True)):
@@ -150,7 +150,7 @@ def test_what_a_killed_server_left_is_ended_and_what_a_worker_left_continues(tmp
             wait_until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_the_supervisor_reads_the_address_of_postgresql_from_its_environment_not_from_its_arguments(tmp_path):
+def test_the_supervisor_reads_postgresqls_address_from_its_environment(tmp_path):
     secret = "postgresql://me:secret@db:5432"
     command, environment = Stack(tmp_path)._command(
         "supervisor", Addresses("http://127.0.0.1:1", "http://127.0.0.1:2", True), secret
@@ -188,7 +188,7 @@ def test_a_port_that_another_program_uses_is_said(tmp_path):
     assert said == [f"port {taken} is in use by another program; the MLflow server uses {port}"]
 
 
-def test_of_two_commands_that_start_a_stack_at_once_one_starts_it_and_the_other_says_so(tmp_path, monkeypatch):
+def test_of_two_simultaneous_stack_starts_one_starts_it(tmp_path, monkeypatch):
     """Servers that only sleep: what is asked is who starts them, and whether both are recorded."""
     sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
     monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))

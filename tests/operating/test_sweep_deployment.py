@@ -9,7 +9,7 @@ from tests.operating.test_journey import RUN_LIMIT_MS, artifact, followed
 pytestmark = MARKS
 
 
-def test_a_sweep_starts_in_the_form_runs_in_a_worker_and_is_compared_in_mlflow(page, operated):
+def test_a_sweep_from_the_form_is_compared_in_mlflow(page, operated):
     # After four updates all runs would still answer alike.
     operated.config("swept", stages=[SMALL["stages"][0] | {"max_steps": 16}])
     page.goto(f"{operated.prefect}/deployments")

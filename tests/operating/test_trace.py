@@ -80,7 +80,7 @@ def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, cap
 
 
 @pytest.mark.parametrize("name", ["rows.json:4", "rows.json, record 4"])
-def test_a_row_of_a_json_array_is_a_record_and_is_found_under_both_names(run, name, monkeypatch, capsys):
+def test_a_row_of_a_json_array_has_both_names(run, name, monkeypatch, capsys):
     monkeypatch.chdir(run)
     (run / "rows.json").write_text('[{"question": "1 + 1?"}]')
     prompt = {"role": "user", "content": "1 + 1?"}

@@ -91,7 +91,7 @@ def test_prompts_that_an_environment_begins_with_count_up_to_their_limit(shape):
 
 
 @pytest.mark.long
-def test_a_stage_that_does_not_fit_is_refused_with_what_would_make_it_fit(shape):
+def test_a_stage_that_does_not_fit_is_refused_with_a_fix(shape):
     settings = ("gsm8k-qwen2.5-1.5b", "--set", f"model.path={shape('qwen2.5-1.5b')}", "--memory")
     code, text = grpo(*settings, "40GB", "--set", "stages.0.max_tokens_per_microbatch=null")
     assert code == 1

@@ -151,7 +151,7 @@ def test_nothing_is_said_where_every_layer_that_is_meant_has_one(name, targets):
     assert unfit_layers(model_of(name)) == {}
 
 
-def test_a_layer_that_text_does_not_call_or_that_returns_more_gets_no_adapter():
+def test_a_layer_unused_by_text_or_with_more_outputs_gets_no_adapter():
     model = model_of_with_tower()
     router = model.model.layers[0].self_attn.o_proj
     router.forward = lambda states: torch.nn.functional.linear(states, router.weight) * 2

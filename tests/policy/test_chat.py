@@ -22,7 +22,7 @@ def test_a_plain_prompt_is_tokenised_as_it_stands(tokenizer):
     assert tokenizer.decode(prompt_ids(tokenizer, plain(text))) == text
 
 
-def test_a_plain_prompt_gets_the_special_tokens_that_the_tokenizer_adds_to_any_text():
+def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer():
     adding = AutoTokenizer.from_pretrained(resolve("embedded:base"))
     first = adding.convert_tokens_to_ids("<|im_start|>")
     marks = [("<|im_start|>", first)]

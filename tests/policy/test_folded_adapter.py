@@ -85,7 +85,7 @@ def test_a_small_update_reaches_a_16_bit_sampler(base_ref, updates, factor):
 
 
 @torch.no_grad()
-def test_a_16_bit_base_is_shared_and_a_float32_copy_has_plain_layers(base_ref, policy):
+def test_a_16_bit_base_is_shared_and_a_float32_copy_is_plain(base_ref, policy):
     half = updated(base_ref, "bfloat16", 10)
     twin = FoldedPolicy(half).model
     apart = [module for module in twin.modules() if isinstance(module, LowRankLinear)]

@@ -81,7 +81,7 @@ def test_a_pass_that_is_not_packed_computes_every_token():
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_on_a_cpu_the_prompts_of_the_last_layer_ask_with_their_last_token_alone(monkeypatch):
+def test_on_a_cpu_the_last_layer_asks_with_last_tokens_only(monkeypatch):
     model, (_, _, batch) = model_of(MODELS["qwen2"]), make_batch("equal lengths")
     asked = []
     kernel = cpu_kernel._flash

@@ -58,7 +58,7 @@ def test_deterministic_kernels_do_not_fill_new_memory():
 
 
 @pytest.mark.parametrize("lora", [{}, None], ids=["adapter", "all weights"])
-def test_a_stage_in_16_bits_starts_from_the_weights_that_the_stage_before_ended_with(base_ref, tokenizer, tmp_path, lora):
+def test_a_16_bit_stage_starts_from_the_last_stages_weights(base_ref, tokenizer, tmp_path, lora):
     config = ModelConfig(dtype="bfloat16", lora=lora)
     first = trainable_policy(base_ref, config, device=torch.device("cpu"), seed=1)
     torch.manual_seed(2)
@@ -84,7 +84,7 @@ def test_a_stage_in_16_bits_starts_from_the_weights_that_the_stage_before_ended_
     ("float32", "bfloat16", "float32"), ("float16", "bfloat16", "float16"), ("bfloat16", "float16", "float16"),
     ("bfloat16", "float32", "float32"), ("float16", "float32", "float32"),
 ])  # fmt: skip
-def test_a_published_model_is_loaded_in_no_shorter_precision_than_it_is_saved_in(base_ref, tmp_path, saved, asked, loaded):
+def test_a_published_model_loads_in_the_precision_it_was_saved(base_ref, tmp_path, saved, asked, loaded):
     model = load_base(base_ref, ModelConfig(), device=torch.device("cpu"), dtype=saved)
     model.save_pretrained(tmp_path)
     config = ModelConfig(dtype=asked)

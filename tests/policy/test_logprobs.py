@@ -81,7 +81,7 @@ class Capped(torch.nn.Linear):
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Capped])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_frozen_head_scores_as_one_that_is_trained_and_is_computed_once(temperature, kind):
+def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
     torch.manual_seed(0)
     head, hidden, targets = (
         kind(16, 50, bias=False).double(),
@@ -108,7 +108,7 @@ def test_a_frozen_head_scores_as_one_that_is_trained_and_is_computed_once(temper
 
 
 @pytest.mark.parametrize("layout", ["packed", "plain"])
-def test_under_autocast_scores_of_a_frozen_model_are_not_rounded_to_16_bits(batch, layout):
+def test_autocast_does_not_round_a_frozen_models_scores(batch, layout):
     """The reference of full fine-tuning in 16 bits is scored so on a card."""
     policy = model_of(MODELS["qwen2"]).requires_grad_(False)
     exact = completion_logprobs(policy, batch, temperature=1.0, layout=layout)

@@ -173,7 +173,7 @@ DEMO_CHATS = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
 
 
 @pytest.mark.parametrize("prompt", [SYSTEM, None])
-def test_the_merged_model_asks_with_the_system_prompt_of_the_training_unless_the_setting_is_off(spec, tmp_path, prompt):
+def test_the_merged_model_asks_with_the_trained_system_prompt(spec, tmp_path, prompt):
     figures = merged(spec.model_copy(update={"prompts": DEMO_CHATS, "system_prompt": prompt}), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHATS[0], DEMO_CHATS[0])]
@@ -250,7 +250,7 @@ def test_what_a_careful_training_learned_is_in_the_merged_model(tmp_path, update
     assert all(f"not {one.dtype}: it keeps " in figures.choice() for one in figures.refused)
 
 
-def test_a_precision_that_loses_what_was_learned_is_refused_with_figures_and_weights(tmp_path):
+def test_a_precision_that_loses_learning_is_refused_with_figures(tmp_path):
     spec = careful(tmp_path, 3, merged_dtype="bfloat16")
     with pytest.raises(MergeError) as refused:
         merged(spec, tmp_path)

@@ -56,7 +56,7 @@ def logits(model, prompts):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_stack_over_the_first_base_has_the_logits_of_the_last_model(chain, base_ref, prompts, tmp_path):
+def test_the_stack_over_the_base_has_the_last_models_logits(chain, base_ref, prompts, tmp_path):
     adapters, merged = chain
     assert stack_adapters(adapters, base_ref, tmp_path / "stack") == 10
     base = AutoModelForCausalLM.from_pretrained(resolve(base_ref.path), dtype=torch.float32)
@@ -83,7 +83,7 @@ def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path)
 
 
 @pytest.mark.long
-def test_an_adapter_of_a_chain_whose_first_merge_lost_what_was_learned_is_refused(base_ref, tmp_path):
+def test_an_adapter_over_a_lossy_first_merge_is_refused(base_ref, tmp_path):
     """As versions were published that were always rounded to bfloat16: the second run started from a rounded model."""
     config = FIRST.model_copy(update={"merged_dtype": "auto"})
     start = trained(base_ref, config, tmp_path / "1", 3, std=1e-4)

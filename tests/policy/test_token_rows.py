@@ -108,7 +108,7 @@ def test_a_text_of_no_known_token_is_no_start(base_ref):
         load_base(base_ref, config, device=CPU)
 
 
-def test_tokens_get_their_ids_in_the_order_of_the_config_and_special_ones_leave_the_text(ref, config):
+def test_tokens_get_ids_in_config_order_and_leave_the_text(ref, config):
     ids, tokenizer = sample(ref, config)
     ask, search = tokenizer.convert_tokens_to_ids(["<ask>", "<search>"])
     assert search == ask + 1 == len(tokenizer) - 1
@@ -158,14 +158,14 @@ def test_the_folded_copy_follows_the_trained_rows(trained, ref, config):
     assert tied == trained.config.tie_word_embeddings
 
 
-def test_with_the_adapter_off_the_policy_is_the_base_with_its_initial_rows(trained, ref, config):
+def test_with_the_adapter_off_the_policy_is_the_base(trained, ref, config):
     ids, _ = sample(ref, config)
     base = load_base(ref, config, device=CPU, token_seed=5)
     with trained.disable_adapter():
         torch.testing.assert_close(trained(ids).logits, base(ids).logits)
 
 
-def test_the_adapter_holds_the_rows_and_no_other_embedding_and_loads_over_any_initial_rows(trained, ref, config, tmp_path):
+def test_the_adapter_holds_its_rows_and_no_other_embedding(trained, ref, config, tmp_path):
     ids, tokenizer = sample(ref, config)
     save_trained(trained, tokenizer, tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -189,7 +189,7 @@ def test_the_merged_folder_equals_base_and_adapter_and_has_the_tokens(trained, r
     torch.testing.assert_close(model(ids).logits, trained(ids).logits, rtol=1e-3, atol=1e-3)
 
 
-def test_a_folder_for_a_server_with_an_output_layer_of_its_own_is_the_same_model(trained, ref, config, tmp_path):
+def test_a_folder_for_a_server_with_its_own_head_is_equal(trained, ref, config, tmp_path):
     ids, _ = sample(ref, config)
     model = FoldedPolicy(trained).model
     save_for_server(model, tmp_path / "m", untie=True)

@@ -23,7 +23,7 @@ def test_a_user_error_raised_in_the_child_is_raised_here_unchanged(tmp_path):
     assert caught.value.place == "model.path: /no/such/model"
 
 
-def test_a_child_that_dies_without_an_error_of_ours_is_reported_with_the_end_of_its_log(tmp_path):
+def test_a_child_that_dies_silently_is_reported_with_its_log(tmp_path):
     with pytest.raises(ChildDied, match="exit code 1") as caught:
         run_module("grpo_tasks.no_such_room", tmp_path)
     assert "No module named" in str(caught.value)
@@ -75,7 +75,7 @@ def test_modules_may_be_announced_to_a_server_that_was_killed(tmp_path):
         run_module("grpo_tasks.no_such_room", tmp_path)
 
 
-def test_a_child_works_in_the_directory_of_the_moment_although_its_server_was_started_in_another_one(tmp_path, monkeypatch):
+def test_a_child_works_in_the_directory_of_its_caller(tmp_path, monkeypatch):
     with pytest.raises(ChildDied):
         run_module("grpo_tasks.no_such_room", tmp_path)
     (tmp_path / "elsewhere").mkdir()

@@ -16,7 +16,7 @@ def test_a_running_process_is_found_by_its_identity():
     assert own.process() == psutil.Process()
 
 
-def test_a_process_that_has_ended_is_not_running_even_before_its_parent_collects_it():
+def test_an_ended_process_is_not_running_before_it_is_collected():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     identity = ProcessIdentity.of(child.pid)
     assert identity.is_running()

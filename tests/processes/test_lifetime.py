@@ -41,7 +41,7 @@ def test_a_child_ends_when_its_parent_is_killed():
     until(lambda: has_ended(pid))
 
 
-def test_a_child_whose_parent_ended_before_it_could_ask_for_the_signal_ends_itself():
+def test_a_child_whose_parent_ended_early_ends_itself():
     environment = os.environ | {PARENT: "1"}  # its parent is this process, not the one that it is said to have
     child = subprocess.run(
         [sys.executable, "-c", CHILD], env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False

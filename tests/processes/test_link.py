@@ -50,7 +50,7 @@ def test_bytes_that_are_not_one_frame_are_refused(link, sent):
         link.receive(100, later())
 
 
-def test_bytes_behind_a_frame_are_refused_even_when_the_frame_was_read_alone(link, monkeypatch):
+def test_bytes_behind_a_frame_are_always_refused(link, monkeypatch):
     monkeypatch.setattr("grpo_tasks.processes.worker_process.CHUNK_BYTES", len(frame(b"{}")))
     link.worker_ends[0].send(frame(b"{}") + b"x")
     with pytest.raises(MalformedReplyError, match="more than one reply"):
@@ -108,7 +108,7 @@ def test_the_acknowledgement_of_a_call_is_awaited_but_not_for_long(link):
 
 
 @pytest.mark.parametrize("number", [None, 1_500])
-def test_the_report_of_a_worker_s_end_is_read_also_from_a_high_descriptor(link, number):
+def test_a_workers_end_is_read_from_a_high_descriptor(link, number):
     _, control = link.worker_ends
     if number:
         # select() would refuse descriptors above 1023.

@@ -46,7 +46,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("file", "equality"), FILES)
-def test_every_shared_file_gets_a_config_that_is_validated_probed_and_trained_without_editing(tmp_path, file, equality):
+def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, equality):
     if not SHARED.exists():
         pytest.skip(f"no shared data at {SHARED}")
     place = Place(tmp_path)
@@ -63,7 +63,7 @@ def test_every_shared_file_gets_a_config_that_is_validated_probed_and_trained_wi
     assert [json.loads(line)["step"] for line in journal.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_the_only_file_of_the_folder_is_taken_and_columns_with_other_names_are_found(here):
+def test_the_only_file_is_taken_and_its_columns_found(here):
     write_rows(here)
     output = init("--yes")
     config = load_config("sums.yaml")
@@ -105,7 +105,7 @@ def test_at_most_five_questions_are_asked_and_their_answers_count(here, monkeypa
     assert config.data.answer_pattern == "#### (.+)"
 
 
-def test_columns_can_be_named_and_a_file_without_questions_is_refused_with_its_columns(here):
+def test_columns_can_be_named_and_missing_questions_are_refused(here):
     (here / "two.jsonl").write_text(
         "".join(json.dumps({"question": f"Ask {n}", "other": f"Other {n}?", "gold": n}) + "\n" for n in range(30))
     )

@@ -31,7 +31,7 @@ def recorded(database, make_config, make_stage, make_evaluation, data_report):  
     return record
 
 
-def test_the_newest_run_of_rejection_sampling_on_the_same_data_is_the_baseline(recorded, data_report):
+def test_the_newest_rejection_run_on_the_data_is_the_baseline(recorded, data_report):
     recorded("1", 0.5, BEST_OF)
     _, baseline = recorded("2", 0.5, BEST_OF)
     recorded("3", 0.5, BEST_OF, GRPO | {"name": "second"})

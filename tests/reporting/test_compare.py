@@ -54,7 +54,7 @@ def difference(found, name):
     return next(row for row in found.figures if row.name == name)
 
 
-def test_only_settings_that_differ_are_listed_and_a_missing_one_is_a_dash():
+def test_only_differing_settings_are_listed_with_dashes_for_missing():
     assert compare_runs(FIRST, SECOND).settings == [("beta", "-", "0.04"), ("seed", "0", "1")]
 
 
@@ -97,7 +97,7 @@ def test_prompts_on_which_the_models_disagree_are_shown_with_both_verdicts():
     ]  # fmt: skip
 
 
-def test_without_ground_truth_the_prompts_with_the_largest_differences_in_reward_are_shown(tmp_path):
+def test_without_ground_truth_the_largest_reward_differences_are_shown(tmp_path):
     def judged(run, *scores):
         given = pl.Series([value for score in scores for value in (score, 9.0)], dtype=pl.Float64)
         return replace(run, samples=run.samples.with_columns(reward=given, correct=pl.lit(None, pl.Boolean)))
@@ -136,7 +136,7 @@ def test_runs_without_a_common_prompt_have_no_paired_differences(tmp_path):
     assert "no paired differences" in write_comparison(found, tmp_path / "page.html").read_text()
 
 
-def test_the_page_is_self_contained_and_the_same_runs_give_the_same_bytes(tmp_path):
+def test_the_page_is_self_contained_and_repeatable(tmp_path):
     first = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "first.html")
     second = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "second.html")
     assert first.read_bytes() == second.read_bytes()

@@ -55,7 +55,7 @@ def test_costs_add_up_and_what_was_not_measured_is_not_zero(results):
     assert (total.tokens, total.gpu_hours, total.energy_wh) == (None, None, None)
 
 
-def test_a_stage_on_a_gpu_costs_its_hours_its_energy_and_the_last_count_of_tokens(results, stage_dir):
+def test_a_gpu_stage_costs_its_hours_energy_and_tokens(results, stage_dir):
     for step in (41, 42):
         measured = {"num_tokens": 1_000.0 * step, "energy": 1_800.0, "gpu_memory": 3.0}
         append(stage_dir.journal, {"step": step, "timestamp_ms": step, "metrics": measured})
@@ -91,7 +91,7 @@ def test_without_ground_truths_answers_are_shown_by_their_change_in_reward(resul
     assert by_kind["Lower reward than before"][0].after_verdict == "reward -0.5"
 
 
-def test_the_page_shows_pass_rates_and_the_prompts_that_a_stage_leaves_out(results, stage_dir, tmp_path):
+def test_the_page_shows_pass_rates_and_left_out_prompts(results, stage_dir, tmp_path):
     hostile = "<script>alert('x')</script>"
     pl.DataFrame(
         {

@@ -23,7 +23,7 @@ def test_a_number_for_each_turn_spreads_over_its_tokens_and_counts_once():
     assert tokens == {0: [1.0] * 5 + [4.0] * 4}
 
 
-def test_a_number_for_each_token_is_averaged_over_those_that_the_policy_wrote():
+def test_scores_per_token_are_averaged_over_the_tokens_of_the_policy():
     scores, tokens = check_result([[1.0, 1.0, 9.0, 9.0, 9.0, 4.0, 4.0, 4.0, 4.0]], [9], SPANS)
     assert scores == [3.0]
     assert tokens[0][2] == 9.0
@@ -39,7 +39,7 @@ def test_any_other_count_is_a_fault():
         check_result([[1.0, 2.0, 3.0]], [9], SPANS)
 
 
-def test_an_environment_may_have_the_last_word_and_the_policy_is_judged_by_its_own():
+def test_an_environment_may_end_and_the_policy_is_judged_alone():
     assert completion_text([*SAID, {"role": "user", "content": "You win, score 100."}]) == "It is 4."
     assert completion_text([]) == ""
 

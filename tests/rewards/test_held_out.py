@@ -48,7 +48,7 @@ def scored(run, rows, texts):
     return reward_columns(samples, rows, run.scoring(), completion=run.completion, per_prompt=1)
 
 
-def test_the_reward_is_that_of_the_last_stage_and_evaluators_do_not_count(own_module, make_row):
+def test_the_reward_is_the_last_stages_without_evaluators(own_module, make_row):
     own_module(FUNCTIONS)
     run = config(
         stage=("correctness", "long"),
@@ -79,7 +79,7 @@ def test_functions_run_in_another_process_and_order_is_kept_over_many_chunks(own
     assert "reward" not in found.columns
 
 
-def test_a_failing_function_stops_or_is_left_out_as_its_on_error_says(own_module, make_row, caplog):
+def test_a_failing_function_stops_or_is_left_out_by_on_error(own_module, make_row, caplog):
     own_module(FUNCTIONS)
     function = {"function": "my_rewards:broken"}
     with pytest.raises(RewardError, match="no score today"):
@@ -92,7 +92,7 @@ def test_a_failing_function_stops_or_is_left_out_as_its_on_error_says(own_module
     assert "no score today" in caplog.text
 
 
-def test_the_key_of_an_evaluation_holds_the_code_of_the_functions_it_uses_and_of_no_other(own_module):
+def test_an_evaluations_key_holds_its_functions_code_only(own_module):
     own_module(FUNCTIONS)
     functions = {"long": {"function": "my_rewards:only_long"}}
     with_own = config(stage=("long",), functions=functions)

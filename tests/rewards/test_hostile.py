@@ -76,7 +76,7 @@ WRITES = [
 ]
 
 
-def test_whatever_a_function_writes_to_the_socket_is_a_named_fault_and_the_next_call_works(worker_of, make_batch):
+def test_writing_to_the_socket_is_a_named_fault(worker_of, make_batch):
     worker = worker_of("writes")
     for text, kind, words in WRITES:
         outcome = worker.call("writes", make_batch(text), LIMIT_S if kind == "hung" else 30.0)
@@ -108,7 +108,7 @@ def test_a_function_that_patches_libraries_still_replies_or_is_a_fault(worker_of
         assert isinstance(outcome, FunctionScores) or "wrong shape" in outcome.detail
 
 
-def test_a_worker_that_does_not_read_costs_no_more_than_the_time_limit(worker_of, make_batch):
+def test_a_worker_that_does_not_read_costs_only_its_limit(worker_of, make_batch):
     worker = worker_of("good")
     server = server_process(worker)
     server.suspend()

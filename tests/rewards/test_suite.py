@@ -94,7 +94,7 @@ def test_a_failure_that_does_not_stop_the_run_is_reported_every_time(own_module,
             assert np.isnan(scores.success()[1])
 
 
-def test_metrics_of_functions_are_kept_and_averaged_over_the_parts_of_an_update(own_module, rewards_config, make_batch):
+def test_metrics_of_functions_are_averaged_over_an_update(own_module, rewards_config, make_batch):
     own_module(FUNCTIONS)
     with RewardSuite(rewards_config(reports={"function": "my_rewards:reports"}), ["format", "reports"]) as suite:
         parts = [suite.score(make_batch("aa")), suite.score(make_batch("bbbb"))]
@@ -115,7 +115,7 @@ def test_success_is_counted_from_the_functions_own_full_score(rewards_config, ma
     np.testing.assert_allclose(success, [2 / 3, 2 / 3])
 
 
-def test_a_weight_grows_while_success_is_rare_and_shrinks_when_it_is_common(make_batch):
+def test_a_weight_grows_when_success_is_rare_and_shrinks_otherwise(make_batch):
     config = RewardsConfig.model_validate({"functions": {"format": {"adaptive": {"every_steps": 2}}}})
     with RewardSuite(config, ["format", "correctness"]) as suite:
         rare, common = suite.score(make_batch("42", "43", "44", "45")), suite.score(make_batch(HONEST, HONEST))

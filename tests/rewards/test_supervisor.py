@@ -194,7 +194,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(own_module, tmp_path):
     os.kill(fork, signal.SIGKILL)
 
 
-def test_nothing_that_is_printed_reaches_the_terminal_and_all_of_it_the_log(worker_of, make_batch, capfd, tmp_path):
+def test_prints_go_to_the_log_and_not_the_terminal(worker_of, make_batch, capfd, tmp_path):
     worker = worker_of("prints")
     assert isinstance(worker.call("prints", make_batch("a"), 30.0), FunctionScores)
     worker.close()

@@ -52,7 +52,7 @@ def test_totals_are_trls(raw):
 
 
 @given(scores_of_functions)
-def test_the_reward_means_the_same_in_training_on_held_out_prompts_and_in_the_lab(raw):
+def test_the_reward_means_the_same_everywhere(raw):
     rollout = scored(raw)
     gained = advantages(Rewards(torch.from_numpy(raw), torch.from_numpy(rollout.scores.weights)), STAGE)
     trained = rollout_metrics(rollout, gained)
@@ -74,20 +74,20 @@ def test_what_functions_log_is_among_the_figures_of_an_update():
     assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
 
 
-def test_what_functions_pass_to_log_extra_is_a_column_of_the_completions_table():
+def test_log_extra_is_a_column_of_the_completions_table():
     rollout = scored(np.ones((8, 3)))
     rollout = replace(rollout, scores=replace(rollout.scores, extra={"a": {"verdict": ["good"] * 7 + [None]}}))
     table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1, policy_version=0)
     assert table["logged_a_verdict"].to_pylist() == ["good"] * 7 + [None]
 
 
-def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():
+def test_a_function_for_half_of_the_completions_counts_half_when_held_out():
     raw = np.array([[1.0, np.nan, np.nan], [1.0, 1.0, np.nan]] * 4)
     # The weighted sum of the functions' means would be 1.5.
     assert held_out_metrics(scored(raw), stage_weights(STAGE, REWARDS))["eval_reward"] == 1.25
 
 
-def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_module, run_config, make_row, monkeypatch):
+def test_a_stage_is_judged_on_the_rows_its_functions_apply_to(own_module, run_config, make_row, monkeypatch):
     monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
     own_module("""
         import re
@@ -105,7 +105,7 @@ def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_
 RESERVED_COLUMNS = {"trainer_state": 1, "log_metric": 2, "prompts": 3, "answer": 4, "ngram": 5, "level": 6}
 
 
-def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own_module, rewards_config):
+def test_a_reserved_column_is_left_out_in_training_and_in_the_lab(own_module, rewards_config):
     own_module("""
         def state(prompts, completions, answer, trainer_state, level, **columns):
             assert answer == ["42"] * len(completions), answer
@@ -145,7 +145,7 @@ def test_each_task_has_its_reward_in_training_and_on_held_out_prompts():
     assert not [name for name in rollout_metrics(one, gained) if "task" in name]
 
 
-def test_a_completion_is_solved_when_its_total_reaches_the_share_of_the_full_reward():
+def test_a_completion_is_solved_at_the_share_of_the_full_reward():
     weights, full = np.array([1.0, 2.0]), np.array([1.0, 1.0])
     scores = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.8], [np.nan, 1.0], [1.0, np.nan], [np.nan, np.nan]])
     # In the fifth and sixth row one function does not apply, and the full reward is smaller.

@@ -144,7 +144,7 @@ def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
     assert (outcome.scores, outcome.tokens, outcome.metrics) == ([1.0, 1.0], {}, {"seen": 1.0})
 
 
-def test_log_metric_records_the_mean_of_a_call_and_log_extra_is_accepted(worker_of, make_batch):
+def test_log_metric_records_the_mean_and_log_extra_is_accepted(worker_of, make_batch):
     outcome = worker_of("reports").call("reports", make_batch("bad", "good", "good", "good"), 30.0)
     assert isinstance(outcome, FunctionScores)
     assert outcome.metrics == {"share_of b": 0.25}
@@ -331,7 +331,7 @@ def config_elsewhere(tmp_path, monkeypatch):
     return folder / "my.yaml"
 
 
-def test_a_module_next_to_the_config_is_found_wherever_the_command_is_started(config_elsewhere, make_batch):
+def test_a_module_next_to_the_config_is_found_from_anywhere(config_elsewhere, make_batch):
     config = load_config(config_elsewhere)
     for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
         with RewardWorker(rewards, ["mine"]) as worker:
@@ -357,7 +357,7 @@ def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
     assert outcome.scores == [1.0, 0.0]
 
 
-def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_says_where_it_is_missing(rewards_config, make_batch):
+def test_trls_accuracy_reward_takes_truth_from_a_column(rewards_config, make_batch):
     config = rewards_config(accuracy={"function": "trl.rewards.accuracy_rewards:accuracy_reward"})
     with RewardWorker(config, ["accuracy"]) as worker:
         outcome = worker.call("accuracy", make_batch(r"\boxed{42}", r"\boxed{41}", solution="$42$"), 60.0)

@@ -322,7 +322,7 @@ def test_strings_arrive_where_the_data_are_strings(loaded, make_row):
     assert "completions arrive as strings here" in wrong.fix
 
 
-def test_answer_is_a_list_where_the_data_list_several_and_none_without_ground_truth(own_module, rewards_config, make_row):
+def test_the_answer_is_a_list_where_the_data_lists_several(own_module, rewards_config, make_row):
     own_module("""
         def sees(completions, answer, **kwargs):
             assert answer == ["42", ["1", "2"], None], answer

@@ -49,7 +49,7 @@ def of_another_stage(policy):
     ("float32", stuck), ("bfloat16", stuck), ("float16", stuck), ("float32", of_another_stage), ("bfloat16", of_another_stage),
     ("float32", halting),
 ])  # fmt: skip
-def test_the_local_engine_refuses_a_copy_that_does_not_follow_a_new_policy(base_ref, tokenizer, monkeypatch, dtype, planted):
+def test_the_local_engine_refuses_a_copy_that_lags(base_ref, tokenizer, monkeypatch, dtype, planted):
     policy, requests = new_policy(base_ref, dtype), [Request([5, 6, 7], 0)]
     LocalEngine(policy, tokenizer).generate(requests, ONE_TOKEN)
     monkeypatch.setattr(local, "sampling_copy", planted)
@@ -58,7 +58,7 @@ def test_the_local_engine_refuses_a_copy_that_does_not_follow_a_new_policy(base_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_calibration_weights_move_a_new_policy_far_and_leave_it_as_it_was(base_ref, dtype):
+def test_calibration_weights_move_a_new_policy_and_leave_it(base_ref, dtype):
     policy, drawn = new_policy(base_ref, dtype), torch.random.get_rng_state()
     before, copy = [parameter.detach().clone() for parameter in policy.parameters()], FoldedPolicy(policy)
     with calibrated(policy, PROBE_IDS, dtype) as wanted:
@@ -81,7 +81,7 @@ def test_all_weights_are_calibrated_where_all_are_trained(base_ref):
     assert all(torch.equal(values, before[name]) for name, values in policy.named_parameters())
 
 
-def test_an_adapter_that_takes_no_part_in_a_texts_forward_pass_is_refused(policy):
+def test_an_adapter_outside_the_forward_pass_of_text_is_refused(policy):
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_("lora_A" in name)
     match = "no weights of the adapter change what the model says"
@@ -100,7 +100,7 @@ def test_names_are_exchanged_at_their_beginning_only(policy, tmp_path):
     assert "meta-llama/x, is not on this machine" in without_match(tmp_path / "adapter", "meta-llama/x")
 
 
-def test_noise_raises_no_alarm_and_hides_no_sampler_that_ignores_a_larger_shift():
+def test_noise_raises_no_alarm_and_hides_no_bad_sampler():
     """Both sides round: sampler and trainer have noise of their own, the trainer's in the shift that is wanted too."""
     generator, noise = torch.Generator().manual_seed(5), 0.05
     alarms = found = 0

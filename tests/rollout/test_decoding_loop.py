@@ -96,7 +96,7 @@ def test_deterministic_algorithms_are_off_while_tokens_are_sampled_and_on_again_
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}], ids=["plain", "truncated"])
 @pytest.mark.parametrize("model", MODELS)
-def test_all_steps_of_a_bucket_run_the_same_operations_on_the_same_shapes_and_addresses(model, settings, tokenizer):
+def test_steps_of_a_bucket_repeat_operations_shapes_and_addresses(model, settings, tokenizer):
     engine = engine_of(model, tokenizer, Buckets(check_every=4, fewest_rows=1, first_columns=16))
     steps = []
     with Operations() as operations, Reads() as reads:
@@ -193,7 +193,7 @@ def test_a_fused_step_draws_what_the_models_own_step_draws(model, temperature, t
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
-def test_shapes_on_a_card_change_only_where_that_saves_more_than_it_costs():
+def test_shapes_on_a_card_change_only_where_it_pays():
     assert [GPU.rows(alive) for alive in (1, 63, 64, 65, 256, 257)] == [64, 64, 64, 256, 256, 1024]
     assert [GPU.columns(needed, 1000) for needed in (1, 512, 513, 769)] == [512, 512, 768, 1000]
     assert GPU.columns(1, 100) == 100
@@ -203,7 +203,7 @@ def test_shapes_on_a_card_change_only_where_that_saves_more_than_it_costs():
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_step_needs_few_kernels_and_few_syncs_and_a_rollout_one_capture():
+def test_a_step_needs_few_kernels_and_syncs_a_rollout_one_capture():
     counts = decode_counts()
     assert counts["kernels_per_decode_step"] <= 500
     assert counts["kernels_per_decode_step_adapter"] <= 650
@@ -225,7 +225,7 @@ def test_a_cpu_multiplies_all_matrices_of_a_batch_at_once(policy, tokenizer, pro
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card captures the graph")
-def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured():
+def test_steps_run_singly_with_one_warning_without_graphs():
     done = []
     replay = Replay(enabled=True)
     for _ in range(EAGER_STEPS):
@@ -238,7 +238,7 @@ def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured(
     assert len(done) == 2 * (EAGER_STEPS + 1)
 
 
-def test_keys_and_values_of_a_batch_go_with_it_and_wait_for_no_collector(policy, tokenizer, monkeypatch):
+def test_a_batchs_keys_and_values_go_with_it(policy, tokenizer, monkeypatch):
     caches = []
     made = DecodingCache.__init__
 

@@ -58,7 +58,7 @@ def test_greedy_equals_generate_of_transformers(engine, policy, tokenizer, promp
         assert row[: len(completion.token_ids)] == completion.token_ids
 
 
-def test_an_ended_turn_is_a_stop_and_a_cut_one_is_a_length(engine, tokenizer, requests):
+def test_an_ended_turn_is_a_stop_a_cut_is_length(engine, tokenizer, requests):
     for completion in engine.generate(requests, sampling(max_completion_length=12)):
         ended = completion.token_ids[-1] == tokenizer.eos_token_id
         assert (completion.finish_reason == "stop") == ended

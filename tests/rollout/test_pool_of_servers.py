@@ -91,9 +91,7 @@ def soon(condition):
 @pytest.mark.long
 @pytest.mark.ci
 @pytest.mark.parametrize("merged", [False, True])
-def test_one_of_two_servers_killed_in_a_batch_changes_no_completion_and_serves_the_next_policy(
-    servers, policy, tokenizer, prompts, wanted, tmp_path, merged
-):
+def test_a_server_killed_in_a_batch_serves_the_next_policy(servers, policy, tokenizer, prompts, wanted, tmp_path, merged):
     engine = engine_of(servers, policy, tokenizer, tmp_path, merged=merged)
     engine.sync()
     assert generate(engine, prompts) == wanted
@@ -122,9 +120,7 @@ def test_one_of_two_servers_killed_in_a_batch_changes_no_completion_and_serves_t
 
 
 @pytest.mark.long
-def test_the_requests_of_a_server_that_is_stopped_in_a_batch_are_sampled_by_the_other_one(
-    servers, policy, tokenizer, prompts, wanted, tmp_path
-):
+def test_a_stopped_servers_requests_are_sampled_by_the_other(servers, policy, tokenizer, prompts, wanted, tmp_path):
     engine = engine_of(servers, policy, tokenizer, tmp_path, request_timeout_s=20.0)
     engine.sync()
     process = listener(servers[0].address)
@@ -140,9 +136,7 @@ def test_the_requests_of_a_server_that_is_stopped_in_a_batch_are_sampled_by_the_
 
 
 @pytest.mark.long
-def test_an_overloaded_server_is_left_in_peace_for_a_moment_and_nothing_is_lost(
-    servers, policy, tokenizer, prompts, wanted, tmp_path
-):
+def test_an_overloaded_server_rests_and_nothing_is_lost(servers, policy, tokenizer, prompts, wanted, tmp_path):
     engine = engine_of(servers[:1], policy, tokenizer, tmp_path, concurrency=8)
     engine.sync()
     tell(servers[0], status=503, count=4)
@@ -164,7 +158,7 @@ def test_a_foreign_server_that_somebody_restarted_gets_the_policy_again(servers,
     engine.close()
 
 
-def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
+def test_an_absent_foreign_server_joins_when_it_answers(
     servers, policy, tokenizer, prompts, wanted, tmp_path, caplog, monkeypatch
 ):
     class Late(VllmServer):
@@ -192,9 +186,7 @@ def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
 @pytest.mark.long
 @pytest.mark.parametrize("planted", ["nothing", "another stage"])
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_server_that_does_not_take_weights_over_is_refused_before_the_first_policy(
-    servers, base_ref, tokenizer, prompts, tmp_path, merged, planted
-):
+def test_a_server_that_takes_no_weights_is_refused_early(servers, base_ref, tokenizer, prompts, tmp_path, merged, planted):
     """The policy is new, so it is the base: nothing but the calibration tells the servers apart."""
     policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=3)
     instead, wanted = planted, "shows no shift from its base"
@@ -280,7 +272,7 @@ def test_without_devices_servers_get_the_cards_behind_the_trainers(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_server_that_is_being_restarted_when_the_stage_ends_is_not_left_behind(policy, tokenizer, prompts, tmp_path):
+def test_a_restarting_server_is_not_left_behind_by_its_stage(policy, tokenizer, prompts, tmp_path):
     with small_servers(tmp_path, replicas=1) as [server]:
         engine = engine_of([server], policy, tokenizer, tmp_path)
         engine.sync()

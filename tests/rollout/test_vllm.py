@@ -226,7 +226,7 @@ def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, 
 
 
 @pytest.mark.parametrize("page", FOREIGN)
-def test_a_server_started_here_refuses_web_pages_also_where_vllm_asks_for_no_key(plain_server, page):
+def test_a_server_started_here_refuses_web_pages_without_a_key(plain_server, page):
     for path in ("/reset_prefix_cache", "/collective_rpc", "/v1/completions"):
         assert status(plain_server.address + path, FOREIGN[page] | authorization(), "POST", {"method": "none"}) == 403
     assert status(plain_server.address + "/v1/models", FOREIGN[page] | authorization()) == 403

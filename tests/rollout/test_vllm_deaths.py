@@ -39,7 +39,7 @@ def test_without_an_environment_the_fix_is_named(tmp_path):
         pass
 
 
-def test_an_existing_server_that_lacks_an_end_point_is_named_with_its_version(tmp_path):
+def test_a_server_without_an_end_point_is_named_with_its_version(tmp_path):
     (tmp_path / "v1").mkdir()
     for path, answer in (
         ("openapi.json", '{"paths": {"/v1/completions": {}}}'),
@@ -76,7 +76,7 @@ with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [serv
 
 
 @pytest.mark.parametrize("victim", ["starter", "supervisor"])
-def test_a_server_whose_starter_or_supervisor_is_killed_ends_with_everything_it_started(tmp_path, victim):
+def test_a_server_with_a_killed_supervisor_ends_completely(tmp_path, victim):
     with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # tmp_path is too long for sockets
         environment = os.environ | {"TMPDIR": temporary}
         starter = subprocess.Popen(
@@ -148,9 +148,7 @@ def kill_once(server, engine, monkeypatch, after):
     monkeypatch.setattr(engine, "_complete", counted)
 
 
-def test_a_server_killed_in_a_rollout_is_started_again_and_the_same_completions_come(
-    mortal, widened, tmp_path, monkeypatch, capfd
-):
+def test_a_server_killed_in_a_rollout_changes_no_completion(mortal, widened, tmp_path, monkeypatch, capfd):
     policy, tokenizer = policy_of(widened), load_tokenizer(widened)
     remote = engine_on(mortal, policy, tokenizer, tmp_path, config=CONFIG.model_copy(update={"concurrency": 2}))
     remote.sync()
@@ -166,7 +164,7 @@ def test_a_server_killed_in_a_rollout_is_started_again_and_the_same_completions_
     remote.close()
 
 
-def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, widened, tmp_path, monkeypatch):
+def test_a_server_that_dies_too_often_stops_the_run(mortal, widened, tmp_path, monkeypatch):
     policy, tokenizer = policy_of(widened), load_tokenizer(widened)
     remote = engine_on(mortal, policy, tokenizer, tmp_path, config=CONFIG.model_copy(update={"max_restarts": 0}))
     remote.sync()

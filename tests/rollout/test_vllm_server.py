@@ -27,12 +27,12 @@ def value(found, flag):
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_server_has_room_for_the_adapters_of_all_processes_and_for_their_next_ones(processes):
+def test_a_server_has_room_for_current_and_next_adapters(processes):
     found = flags(replace(served(), num_adapters=processes))
     assert (value(found, "--max-loras"), value(found, "--max-cpu-loras")) == (str(processes), str(2 * processes))
 
 
-def test_only_a_server_that_other_machines_reach_wants_the_key_on_every_path():
+def test_only_a_server_open_to_others_wants_keys_everywhere():
     assert flags(served()).count("--middleware") == 1
     found = flags(served(), "http://10.0.0.7:8000")
     assert [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"] == [
@@ -51,9 +51,7 @@ def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced
 
 
 @pytest.mark.parametrize(("dtype", "merged"), [("float32", True), ("bfloat16", False), ("float16", False)])
-def test_a_small_update_is_not_rounded_away_on_its_way_to_a_server_unless_the_user_wants_it(
-    base_ref, tokenizer, tmp_path, dtype, merged
-):
+def test_a_small_update_is_not_rounded_away_for_a_server(base_ref, tokenizer, tmp_path, dtype, merged):
     """What 16 bits leave of a small update is measured in tests/policy/test_folded_adapter.py."""
     model = ModelConfig(dtype=dtype)
     assert swaps_merged_weights(VllmConfig(), model, cuda=False) is merged
@@ -67,7 +65,7 @@ def test_a_small_update_is_not_rounded_away_on_its_way_to_a_server_unless_the_us
         assert all(f"merged weights in {dtype}" in str(one.message) and fix in str(one.message) for one in said)
 
 
-def test_the_report_on_all_ranks_adds_up_what_they_share_and_loses_no_event():
+def test_the_report_on_all_ranks_adds_up_and_loses_nothing():
     first = {"replica/0/tokens_per_s": 10.0, QUEUE_DEPTH: 2.0, SYNC_BYTES: 100.0, SYNC_TIME: 0.5, REPLICAS_SERVING: 2.0}
     other = {"replica/0/tokens_per_s": 5.0, QUEUE_DEPTH: 1.0, SYNC_BYTES: 100.0, SYNC_TIME: 0.9, REPLICAS_SERVING: 1.0}
     reports = [EngineReport(first | {POLICY_LAG: 1.0}, ("gone",)), EngineReport(other | {POLICY_LAG: 1.0}, ("gone", "back"))]

@@ -94,9 +94,7 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
 
 
 @pytest.mark.long
-def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(
-    elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch
-):
+def test_a_killed_receiver_leaves_its_server_out_until_it_returns(elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch):
     with receiver(tmp_path / "a") as (first, _), receiver(tmp_path / "b") as (second, process):
         engine = engine_for(elsewhere, [first, second], policy, tokenizer, tmp_path)
         monkeypatch.setattr(share, "RETRY_S", 0.1)
@@ -121,9 +119,7 @@ def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(
 
 
 @pytest.mark.long
-def test_a_server_that_receives_a_policy_while_the_next_one_is_loaded_serves_the_next_one(
-    elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch
-):
+def test_a_policy_received_during_a_load_is_served_next(elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch):
     arrived, switching = threading.Event(), threading.Event()
 
     def slowly(client, receiver, name, folder):

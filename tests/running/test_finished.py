@@ -95,7 +95,7 @@ def test_a_log_that_grew_and_plots_that_came_later_change_nothing(folder):
     assert finished_result(StageResult, folder) is not None
 
 
-def test_a_result_that_the_steps_process_wrote_before_the_step_ended_is_not_finished(folder):
+def test_a_result_written_before_its_step_ended_is_not_finished(folder):
     tree = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({name: tree[name] for name in tree if name not in ("manifest", "seal")}))
     assert finished_result(StageResult, folder) is None
@@ -117,7 +117,7 @@ def test_a_stage_with_an_intact_journal_continues_from_its_checkpoint(folder, na
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions/step-000002.parquet"])
-def test_a_stage_whose_journal_or_tables_were_changed_is_set_aside_and_starts_again(folder, name):
+def test_a_stage_with_changed_journal_or_tables_starts_again(folder, name):
     flip_byte(folder / name)
     assert finished_result(StageResult, folder) is None
     clear(folder, resumable=True)
@@ -169,7 +169,7 @@ def test_a_step_made_again_with_other_bytes_is_another_input(folder, tmp_path):
     assert content_key("s", (), {"rows": result.sealed(take_manifest(tmp_path))}) != content_key("s", (), {"rows": first})
 
 
-def test_an_adapter_that_is_not_what_its_stage_wrote_is_refused_and_another_one_is_another_input(folder):
+def test_a_changed_adapter_is_refused_and_another_is_another_input(folder):
     from grpo_tasks.content.hashes import folder_sha256
 
     def key(**more):

@@ -36,7 +36,7 @@ def test_the_key_follows_the_code_of_the_users_own_reward(tmp_path, monkeypatch)
     assert len({first, second, key(reward=reward)}) == 3
 
 
-def test_the_key_follows_the_code_next_to_the_config_and_not_its_folder(tmp_path):
+def test_the_key_follows_the_code_next_to_the_config(tmp_path):
     def rewards(folder, limit):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "beside_config.py").write_text("import helper_beside\ndef f(): ...")

@@ -43,7 +43,7 @@ def test_links_use_the_address_for_browsers_and_no_password(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server):
+def test_a_stages_progress_is_one_artifact_updated_in_place(server):
     @flow(flow_run_name="progress", persist_result=False)
     def progresses():
         known = {}
@@ -62,7 +62,7 @@ def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_wait_is_the_state_of_the_run_and_of_the_run_that_a_person_started(server):
+def test_a_wait_is_the_state_of_run_and_starter(server):
     seen = []
 
     @flow(flow_run_name="inner", persist_result=False)

@@ -44,7 +44,7 @@ def test_the_journal_is_shipped_every_flush_interval_and_at_the_end(followed):
     assert followed(range(8, 15), flush_interval_s=1e-9)[1] == 8
 
 
-def test_prefect_shows_figures_and_the_time_left_every_ten_seconds_and_at_the_end(followed, monkeypatch):
+def test_prefect_shows_figures_and_time_left_regularly(followed, monkeypatch):
     shown = []
     monkeypatch.setattr(progress_module, "show_artifact", lambda *given: shown.append(given[:3]))
     followed(range(1, 8), max_steps=10)
@@ -71,7 +71,7 @@ def test_a_damaged_journal_stops_the_stage_before_its_process_starts(followed, t
         followed([])
 
 
-def test_a_metric_that_is_measured_now_and_then_has_its_latest_value_in_the_summary(tmp_path):
+def test_a_sparse_metric_has_its_latest_value_in_the_summary(tmp_path):
     journal = Journal(tmp_path / "metrics.jsonl", writes=False)
     for step in range(1, 33):
         journal.append(step, {"reward": 1.0} | ({"kl": step / 100} if step % 10 == 1 else {}))

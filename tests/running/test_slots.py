@@ -125,7 +125,7 @@ def test_a_server_that_was_restarted_does_not_keep_the_slot(server):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_run_log")
-def test_a_holder_that_cannot_reach_the_server_continues_and_the_next_one_frees_the_slot(server):
+def test_a_holder_without_its_server_continues_and_its_slot_is_freed(server):
     with hold(CARD):
         server.stop()
     server.start()

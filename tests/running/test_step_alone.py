@@ -68,7 +68,7 @@ def test_an_error_of_the_users_is_recorded_and_not_retried(run):
     assert run.failed == [("prepare_data", "all", "no rows")]
 
 
-def test_a_process_that_died_is_tried_again_as_often_as_the_step_says(run):
+def test_a_dead_process_is_tried_again_as_the_step_says(run):
     assert step(retries=1)(prepare_data)(run, 99).rows == 99
     assert CALLS == [99, 99]
     CALLS.clear()

@@ -112,7 +112,7 @@ def test_what_cannot_go_together_is_refused_with_the_fix(settings, fix):
     ],
     ids=lambda case: str(case)[:60],
 )
-def test_a_senseless_number_or_metric_of_a_stage_is_refused_with_its_field(stage, says):
+def test_a_senseless_number_or_metric_of_a_stage_is_refused(stage, says):
     with pytest.raises(ConfigError, match=says):
         check_config(TREE | {"stages": [STAGE | stage]})
 
@@ -163,7 +163,7 @@ def test_no_number_anywhere_may_be_infinite_or_nan(value):
 
 
 @pytest.mark.parametrize("value", ["2024-01-01", "!!binary aGk=", "!!set {a, b}", ".inf"])
-def test_a_parameter_of_a_reward_that_json_has_no_word_for_is_refused(value):
+def test_a_reward_parameter_that_json_cannot_hold_is_refused(value):
     with pytest.raises(ConfigError, match="since"):
         load_config("demo", [f"rewards.functions={{mine: {{function: 'a:b', params: {{since: {value}}}}}}}"])
 
@@ -283,7 +283,7 @@ def test_a_band_that_is_none_is_refused(band):
 
 
 @pytest.mark.parametrize(("on", "prompt"), [(True, "Answer in tags."), (False, None)])
-def test_the_merged_model_gets_the_system_prompt_of_the_data_unless_switched_off(on, prompt):
+def test_the_merged_model_gets_the_datas_system_prompt(on, prompt):
     data = {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."}
     stage = {"name": "format", "rewards": ["format"], "max_steps": 1}
     tree = {"data": data, "stages": [stage], "model": {"merged_system_prompt": on}}
@@ -309,7 +309,7 @@ def test_the_merged_model_gets_the_system_prompt_of_the_data_unless_switched_off
         ("tracking.tracking_uri=mlruns.db", "fix: sqlite:///mlruns.db"),
     ],
 )
-def test_a_path_a_name_or_an_address_that_would_fail_later_is_refused_with_the_config(override, says):
+def test_a_path_name_or_address_that_would_fail_later_is_refused(override, says):
     with pytest.raises(ConfigError) as refused:
         load_config("demo", [override])
     assert override.partition("=")[0] in refused.value.message

@@ -41,7 +41,7 @@ def test_impossible_setting_is_refused_with_the_fix(section: dict[str, Any], mes
         DataConfig.model_validate({"train": [SOURCE], **section})
 
 
-def test_task_may_only_name_rewards_of_the_stages_and_needs_one_in_each() -> None:
+def test_a_task_names_rewards_of_stages_and_one_in_each() -> None:
     data = {"train": [SOURCE], "task_column": "task"}
     for rewards, message in (
         (["style"], "which no stage uses; fix: one of format, length"),

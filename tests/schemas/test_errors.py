@@ -59,7 +59,7 @@ def read(lines, folder):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_every_error_comes_back_as_itself_in_a_process_that_knows_nothing_of_it(tmp_path):
+def test_every_error_survives_a_process_that_does_not_know_it(tmp_path):
     kinds = [getattr(importlib.import_module(module), name) for module, name in family()]
     assert {"NotFiniteError", "ServerGoneError", "ConfigError"} <= {kind.__name__ for kind in kinds}
     errors = [kind("what happened", place="where", fix="the fix") for kind in kinds]
@@ -68,7 +68,7 @@ def test_every_error_comes_back_as_itself_in_a_process_that_knows_nothing_of_it(
     ]
 
 
-def test_an_error_defined_in_a_module_that_is_not_loaded_keeps_its_class_title_and_exit_code(tmp_path):
+def test_an_error_of_an_unloaded_module_keeps_class_and_code(tmp_path):
     (tmp_path / "planted.py").write_text(
         "from schemas.errors import TrainingError\n"
         "class PlantedError(TrainingError):\n"
@@ -82,7 +82,7 @@ def test_an_error_defined_in_a_module_that_is_not_loaded_keeps_its_class_title_a
     ("module", "name"),
     [("os", "system"), ("planted", "PlantedError"), ("schemas.errors", "json"), ("schemas.none_such", "X"), ("", "UserError")],
 )
-def test_a_class_that_is_not_ours_comes_back_plain_and_is_never_imported(module, name, tmp_path, monkeypatch):
+def test_a_foreign_class_comes_back_plain_and_is_never_imported(module, name, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "fix": "f"}))

@@ -99,7 +99,7 @@ def test_a_value_of_trls_is_refused_with_ours(stage, says):
     assert says in caught.value.message
 
 
-def test_a_setting_that_is_gone_says_what_to_do_and_a_recorded_config_with_it_is_still_read():
+def test_a_removed_setting_says_what_to_do_and_old_records_load():
     adaptive = {"every_steps": 5, "shrink": 0.8, "min_scale": 0.5, "max_scale": 2.0}
     judge = {"base_urls": ["http://127.0.0.1:1"], "model": "m", "rubric": [{"name": "r", "description": "d"}], "max_call_s": 60.0}
     functions = {"format": {"adaptive": adaptive}, "judge": {"judge": judge}}

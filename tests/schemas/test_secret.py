@@ -89,7 +89,7 @@ SLACK = "https://hooks.slack.com/services" + "/T00000000/B00000000/XXXXXXXXXXXXX
         (json.dumps('{"api_key": "hunter2"}'), json.dumps('{"api_key": "***"}')),
     ],
 )
-def test_what_looks_like_a_secret_or_stands_where_one_does_is_hidden_wherever_it_comes_from(text, shown):
+def test_whatever_looks_like_a_secret_is_hidden_everywhere(text, shown):
     assert hide(text) == shown
     assert hide_written(text) == shown
     assert hide(shown) == shown
@@ -155,7 +155,7 @@ def test_a_private_key_is_hidden_wherever_it_came_from():
     assert hide(f"it holds {KEY}, which") == "it holds ***\n, which"
 
 
-def test_a_password_in_an_address_of_the_environment_is_hidden_when_it_stands_alone(monkeypatch):
+def test_a_password_in_an_address_of_the_environment_is_hidden(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:12345/6@7@host:5000")
     assert hide("the password 12345/6@7 was refused by host") == "the password *** was refused by host"
 

@@ -65,7 +65,7 @@ def test_folded_and_flat_fields_read_the_same(beta, ratio, iterations):
 DATA = {"data": {"train": [{"path": "x.jsonl"}]}}
 
 
-def test_a_bad_value_inside_a_group_of_the_form_is_refused_with_the_fields_name():
+def test_a_bad_value_in_a_group_of_the_form_names_its_field():
     stage = {"name": "a", "rewards": ["format"], "optimizer": {"adam_beta1": 2}}
     with pytest.raises(ValidationError, match=r"stages\.0\.adam_beta1\s.*less than 1"):
         RunConfig.model_validate(DATA | {"stages": [stage]})

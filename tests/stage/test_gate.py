@@ -65,7 +65,7 @@ STAGE = {"rewards": ["format"]}
 SFT = {"name": "a", "kind": "sft", "demonstrations": {"column": "solution"}}
 
 
-def test_the_gate_needs_pass_rates_of_the_policy_that_the_stage_starts_from():
+def test_the_gate_needs_pass_rates_of_its_start_policy():
     gate = STAGE | {"name": "b", "min_pass_at_group": 0.2}
     with pytest.raises(ValidationError, match="measure_difficulty: true"):
         RunConfig(data=DATA, stages=[gate])

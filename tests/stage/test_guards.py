@@ -190,7 +190,7 @@ def test_a_threshold_that_always_or_never_fires_is_refused(name, threshold):
         GuardsConfig(**{name: {"threshold": threshold}})
 
 
-def test_the_action_alone_and_with_a_threshold_are_both_taken_and_written_back():
+def test_an_action_alone_or_with_threshold_is_written_back():
     config = GuardsConfig(kl_blow_up="stop", truncation={"threshold": 0.3}, dead_groups=False)
     assert (config.kl_blow_up.action, config.kl_blow_up.threshold) == ("stop", 0.5)
     assert (config.truncation.action, config.truncation.threshold) == ("warn", 0.3)
@@ -210,7 +210,7 @@ def test_prefects_check_of_parameters_takes_what_the_config_takes(given):
         jsonschema.validate({"kl_blow_up": {"treshold": 0.3}}, GuardsConfig.model_json_schema())
 
 
-def test_a_form_shows_a_guard_as_a_choice_between_a_box_and_the_action_alone():
+def test_a_form_offers_a_guard_as_box_or_action():
     # The choice is in the field itself and refers to a definition with fields: Prefect's form shows anything else as raw JSON.
     schema = GuardsConfig.model_json_schema()
     for guard in GUARDS:

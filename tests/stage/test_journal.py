@@ -76,7 +76,7 @@ def test_a_damaged_line_is_named_with_its_number_and_not_changed(tmp_path, damag
     assert path.read_bytes() == before
 
 
-def test_a_figure_that_is_no_number_and_a_journal_that_is_a_folder_are_named(tmp_path):
+def test_a_bad_figure_and_a_journal_folder_are_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "metrics": {"reward": "high"}}\n')
     with pytest.raises(TrainingError, match="damaged"):

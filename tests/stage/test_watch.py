@@ -55,7 +55,7 @@ def test_a_stage_continues_up_to_its_last_update(tmp_path):
     ("metric", "target", "values", "reached"),
     [("reward", 1.0, [0.0, 2.0, 2.0, 0.0], 3), ("kl", 0.1, [0.4, 0.1, 0.1, 0.4], 3), ("reward", 0.5, [9.0, 9.0, 9.0, 9.0], 3)],
 )
-def test_the_target_is_a_mean_over_a_window_in_the_metrics_better_direction(tmp_path, metric, target, values, reached):
+def test_the_target_is_a_window_mean_in_the_better_direction(tmp_path, metric, target, values, reached):
     watched = watch(
         tmp_path, early_stop={"metric": metric, "target": target, "window": 2, "min_steps": 3}, guards={"kl_blow_up": "off"}
     )
@@ -79,7 +79,7 @@ def test_a_plateau_is_so_many_evaluations_without_a_higher_reward(tmp_path):
     assert isinstance(watch(tmp_path, eval_steps=1).goal(4), Continue)
 
 
-def test_an_update_that_is_not_finite_fails_the_stage_or_rolls_it_back(tmp_path):
+def test_a_not_finite_update_fails_or_rolls_back(tmp_path):
     assert watch(tmp_path).decide(30, NOT_FINITE) == Fail(NOT_FINITE, save=False)
     assert not read_events(tmp_path / "events.jsonl")
     watched = watch(tmp_path, guards={"not_finite": "rollback"})
@@ -120,7 +120,7 @@ def test_a_stage_fails_after_its_last_roll_back(tmp_path):
     assert (verdict.save, verdict.error.message) == (False, "not_finite, after 1 roll backs")
 
 
-def test_a_stage_out_of_time_fails_with_a_checkpoint_where_it_can_be_resumed(tmp_path):
+def test_a_stage_out_of_time_fails_with_a_checkpoint(tmp_path):
     watched = watch(tmp_path, updates=3, max_hours=1e-9)
     assert watched.decide(1, resumable=False) == Continue()
     verdict = watched.decide(1)

@@ -47,7 +47,7 @@ def read(stages, tokenizer, **settings):
     return read_demonstrations(rows, DemonstrationsConfig(**settings), tokenizer, max_tokens=64)
 
 
-def test_every_hostile_row_is_refused_with_its_reason_and_the_others_are_kept(hostile, tokenizer):
+def test_every_hostile_row_is_refused_and_the_others_kept(hostile, tokenizer):
     found = read(hostile, tokenizer, column="solution")
     assert {refusal.row.line - 11: refusal.reason for refusal in found.refused} == {
         number: reason for number, (_, reason) in HOSTILE.items()
@@ -56,7 +56,7 @@ def test_every_hostile_row_is_refused_with_its_reason_and_the_others_are_kept(ho
     assert "13 of 30 rows are left out" in found.summary()
 
 
-def test_a_stage_with_too_many_of_them_stops_before_the_model_is_loaded(hostile, monkeypatch):
+def test_a_stage_with_too_many_stops_before_the_model_loads(hostile, monkeypatch):
     monkeypatch.setattr("grpo_tasks.grpo.trainer.trainable_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(DataError) as caught:
         hostile.train()
@@ -133,7 +133,7 @@ TURNS = [
         (STRIPS.replace("{%- for", "{{ messages[3].x.y }}{%- for"), "refuses the messages: list object has no element 3"),
     ],
 )
-def test_a_template_that_cuts_a_demonstration_is_named_and_nothing_of_it_is_trained(sums, tokenizer, template, says):
+def test_a_template_that_cuts_a_demonstration_is_named(sums, tokenizer, template, says):
     sums.rewrite(lambda *_: {"solution": TURNS[0]["content"]})
     cutting = copy.deepcopy(tokenizer)
     cutting.chat_template = template
@@ -154,7 +154,7 @@ def test_demonstrations_that_such_a_template_does_not_cut_are_kept(sums, tokeniz
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("template", [SPACES, CHANNELS])
-def test_a_template_that_writes_all_is_trained_on_to_the_end_of_each_turn(tokenizer, template, named):
+def test_a_template_that_writes_all_is_trained_to_each_end(tokenizer, template, named):
     writing = copy.deepcopy(tokenizer)
     writing.chat_template = template
     if not named:

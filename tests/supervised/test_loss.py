@@ -72,7 +72,7 @@ def test_accumulation_and_packing_by_tokens_change_nothing_but_rounding(sums):
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
 
-def test_only_the_turns_of_the_assistant_are_trained_and_each_has_its_end(tokenizer):
+def test_only_the_assistants_turns_are_trained_each_with_its_end(tokenizer):
     turns = [
         {"role": "assistant", "content": "forty two"},
         {"role": "user", "content": "and 1 + 1?"},

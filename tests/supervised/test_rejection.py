@@ -47,7 +47,7 @@ NAN = float("nan")
         ({"keep_completions": None, "keep_reward": 0.0}, [0, 1, 2, 4, 5]),
     ],
 )
-def test_the_best_of_each_prompt_are_kept_ties_by_the_order_of_sampling(settings, wanted):
+def test_the_best_are_kept_with_ties_by_sampling_order(settings, wanted):
     assert chosen_completions(scored([0.0, 1.0, 0.5, NAN, 0.2, 0.2], size=3), stage(**settings)) == wanted
 
 

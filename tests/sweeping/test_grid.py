@@ -24,7 +24,7 @@ def refusal(*over, seeds=1):
     return str(error.value)
 
 
-def test_a_grid_has_every_combination_with_every_seed_and_the_first_seed_first():
+def test_a_grid_has_all_combinations_and_the_first_seed_first():
     made = grid(f"{RATE}=1e-5,5e-6", f"{GROUP}=4,8", seeds=3)
     found = [
         (variant.config.seed, variant.config.stages[0].learning_rate, variant.config.stages[1].num_generations)
@@ -86,7 +86,7 @@ def test_a_seed_can_be_an_axis():
     assert [(variant.config.seed, variant.label) for variant in made.variants] == [(1, "seed 1"), (2, "seed 2")]
 
 
-def test_the_family_is_shared_by_runs_whose_held_out_reward_means_the_same():
+def test_the_family_is_the_runs_with_comparable_held_out_rewards():
     same = grid(f"{RATE}=1e-5,5e-6", f"{GROUP}=4,8", seeds=2)
     assert len({variant.family for variant in same.variants}) == 1
     other = grid("stages.0.rewards=[format],[incremental_format]")

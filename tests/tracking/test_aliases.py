@@ -121,7 +121,7 @@ def test_a_version_that_was_never_promoted_says_how_it_became_the_champion(track
         rollback("m", to="2", reason="", tracking=tracking)
 
 
-def test_a_promotion_that_was_killed_after_the_alias_had_moved_can_be_repeated(tracking, client, monkeypatch):
+def test_a_promotion_killed_after_its_alias_moved_can_be_repeated(tracking, client, monkeypatch):
     set_tag, promote = MlflowClient.set_model_version_tag, Approval(decision="promote", by="ann")
 
     def killed_at_the_last(self, name, version, key, value):
@@ -143,7 +143,7 @@ def test_a_promotion_that_was_killed_after_the_alias_had_moved_can_be_repeated(t
     assert approval_of(found).decision == "promote"
 
 
-def test_a_version_is_decided_about_by_its_alias_and_the_event_names_its_number(tracking, client, monkeypatch):
+def test_a_version_is_decided_by_alias_and_named_by_number(tracking, client, monkeypatch):
     told = []
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr("flows.cli.models.tell_prefect", lambda event, resource, _: told.append((event, resource)))

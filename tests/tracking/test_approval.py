@@ -123,7 +123,7 @@ def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(wait
         decide_pending(f"{config.registered_model}/2", Approval(decision="reject"), config.tracking)
 
 
-def test_a_version_that_waits_has_to_be_compared_again_when_another_one_is_promoted(waiting, publish_one):
+def test_a_waiting_version_is_compared_again_after_another_promotion(waiting, publish_one):
     config, again = waiting
     name = config.registered_model
     assert not is_overtaken(name, "2", config.tracking)
@@ -215,7 +215,7 @@ def _tags(tree):
 
 
 @pytest.mark.parametrize("edit", [_figure, _unsealed_figure, _weights, _alpha, _tags])
-def test_what_a_suspended_run_continues_with_is_what_a_person_was_asked_about(asked, tmp_path, edit):
+def test_a_suspended_run_continues_with_what_it_asked(asked, tmp_path, edit):
     file = write_asked(asked, tmp_path / ".asked")
     assert read_asked(file) == asked
     assert write_asked(asked, tmp_path / ".asked") == file, "a retry asks with the same file"

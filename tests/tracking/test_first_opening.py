@@ -87,7 +87,7 @@ def run_names(uri):
     return [run.info.run_name for run in client.search_runs(experiments)]
 
 
-def test_after_a_kill_while_a_store_is_created_the_next_call_creates_it(uri, file):
+def test_a_store_killed_in_its_creation_is_created_by_the_next(uri, file):
     work = partial(audited, connect, uri=uri)
     for statement in (2, 40, 300):
         assert is_killed_at(statement, work, frozenset({SQL}))
@@ -126,7 +126,7 @@ def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_na
     assert "a new store replaces it" in caplog.text
 
 
-def test_a_store_of_an_older_mlflow_is_migrated_completely_or_not_at_all_and_kept(old_store, uri, file):
+def test_an_older_mlflow_store_is_migrated_completely_or_not_at_all(old_store, uri, file):
     shutil.copy(old_store, file)
     before = file.read_bytes()
     assert is_killed_at(40, partial(audited, connect, uri=uri), frozenset({SQL}))
@@ -163,7 +163,7 @@ def test_a_store_of_a_newer_mlflow_is_refused_and_not_changed(old_store, uri, fi
     assert file.read_bytes() == before
 
 
-def test_the_sqlite_journal_of_a_killed_writer_is_not_applied_to_the_new_file(old_store, uri, file):
+def test_a_killed_writers_sqlite_journal_is_not_applied(old_store, uri, file):
     shutil.copy(old_store, file)
     pid = os.fork()
     if pid == 0:

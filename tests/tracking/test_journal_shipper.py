@@ -180,7 +180,7 @@ def test_a_dead_server_costs_only_delay(child, stage, dead_store):
 
 
 @pytest.mark.long
-def test_a_child_run_that_cannot_be_created_yet_does_not_stop_the_training(stage, dead_store):
+def test_a_child_run_that_cannot_be_created_does_not_stop_training(stage, dead_store):
     write_journal(stage.journal, [1])
     shipper = JournalShipper(dead_store, stage.root, lambda: dead_store.ask(lambda client: client.get_run("0" * 32)))
     assert not shipper.ship()

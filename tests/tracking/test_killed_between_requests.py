@@ -29,9 +29,7 @@ def record_run(config, stage, evaluation, proof):
         publish(run, proof, tests=[BETTER], champion=None, evaluation=evaluation, log=log_model, prove=prove_served)
 
 
-def test_a_run_killed_before_any_request_is_the_same_after_the_next_attempt(
-    server, make_config, make_stage, make_evaluation, make_merge
-):
+def test_a_run_killed_before_any_request_completes_the_same(server, make_config, make_stage, make_evaluation, make_merge):
     stage, evaluation, proof = make_stage(make_config(server)), make_evaluation("merged"), make_merge()
     uninterrupted = make_config(server, name="uninterrupted")
     requests = count_calls(partial(record_run, uninterrupted, stage, evaluation, proof), REQUESTS)

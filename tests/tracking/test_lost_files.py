@@ -57,9 +57,7 @@ def test_artifacts_that_a_moved_project_has_left_behind_are_said(database, make_
         assert f"in {tmp_path}/mlruns" in run.said_about_files()
 
 
-def test_a_champion_whose_run_was_collected_is_named_and_runs_go_on_without_it(
-    database, publish_one, make_config, make_merge, make_evaluation
-):
+def test_a_champion_without_its_run_is_named_and_runs_continue(database, publish_one, make_config, make_merge, make_evaluation):
     config = publish_one(database, "1")
     name, run_id = config.registered_model, current_champion(open_store(config.tracking), config.registered_model).run_id
     MlflowClient(database).delete_run(run_id)
@@ -102,7 +100,7 @@ def test_a_name_without_a_champion_never_reaches_the_hub(database, publish_one, 
 
 
 @pytest.mark.parametrize(("asked", "versions"), [(1, 0), (2, 1)])
-def test_a_run_that_others_end_while_it_publishes_registers_nothing_or_moves_no_alias(
+def test_a_run_ended_by_others_while_publishing_moves_no_alias(
     database, make_config, make_merge, make_evaluation, asked, versions
 ):
     config, client, questions = make_config(database), MlflowClient(database), []
@@ -170,14 +168,14 @@ def seconds_until_away(work):
     return time.monotonic() - began
 
 
-def test_a_process_of_a_run_is_as_patient_as_the_run_and_a_reason_is_whole(ill, make_config):
+def test_a_process_of_a_run_is_as_patient_as_it(ill, make_config):
     tracking = make_config(ill).tracking.model_copy(update={"patience_s": 0.5})
     assert seconds_until_away(lambda: open_store(tracking, known=True).ask(lambda client: client.search_experiments())) < 4
     fault = MlflowException("two files failed:\n\n##### File a #####\nNo such artifact: 'a'", error_code=INVALID_PARAMETER_VALUE)
     assert open_store(tracking).error(fault).message == "two files failed:\n##### File a #####\nNo such artifact: 'a'"
 
 
-def test_what_an_interrupted_run_has_to_say_does_not_wait_for_a_silent_server(ill, make_config):
+def test_an_interrupted_run_does_not_wait_for_a_silent_server(ill, make_config):
     store = open_store(make_config(ill).tracking, known=True)
     _Ill.silent.set()
 

@@ -23,7 +23,7 @@ def tracking(database):
     return TrackingConfig(tracking_uri=database)
 
 
-def test_runs_are_listed_and_found_behind_a_sweep_with_more_runs_than_a_page(client, tracking):
+def test_runs_behind_a_sweep_of_many_pages_are_found(client, tracking):
     experiment = client.create_experiment("e")
     parents = [
         client.create_run(experiment, start_time=time, tags={KEY_TAG: f"k{time}"}, run_name=f"mine{time} now").info.run_id
@@ -63,7 +63,7 @@ def test_a_version_whose_run_was_removed_for_good_is_listed_without_figures(clie
     assert (line.version, line.run_id, line.figures) == ("1", run.info.run_id, {})
 
 
-def test_checkpoints_and_held_out_sets_behind_the_first_page_are_known_and_made_once(client, tracking):
+def test_checkpoints_and_held_out_sets_of_later_pages_are_known(client, tracking):
     experiment = client.create_experiment("e")
     run = RunHandle(open_store(tracking), client.create_run(experiment))
     for number in range(102):

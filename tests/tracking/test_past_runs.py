@@ -40,7 +40,7 @@ def test_settings_curves_samples_and_questions_come_back(recorded):
     assert run.data_digest == "abc123" * 10 + "abcd"
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id_or_by_its_name_and_others_are_listed(recorded):
+def test_a_run_is_found_by_id_or_name(recorded):
     tracking = recorded.config.tracking
     for reference in (recorded.run_id[:10], recorded.config.name):
         assert load_past_run(reference, tracking).run_id == recorded.run_id

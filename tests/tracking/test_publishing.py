@@ -130,7 +130,7 @@ def test_the_adapter_is_published_next_to_the_merged_model(any_store, make_confi
     assert folder_sha256(model) == proof.sha256
 
 
-def test_an_adapter_that_is_not_the_one_of_the_merge_is_not_published(database, make_config, make_merge, make_evaluation):
+def test_an_adapter_other_than_the_merged_one_is_not_published(database, make_config, make_merge, make_evaluation):
     config, proof = make_config(database), make_merge("1")
     flip_byte(proof.policy.adapter / "adapter_model.safetensors")
     with pytest.raises(DamagedError, match="merge proof"):
@@ -219,9 +219,7 @@ def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
     assert "ANSWER" in done.stdout
 
 
-def test_a_model_with_one_flipped_byte_is_not_published_and_the_good_version_stays_downloadable(
-    database, make_config, make_merge, make_evaluation, tmp_path
-):
+def test_a_damaged_model_is_not_published_and_the_old_stays(database, make_config, make_merge, make_evaluation, tmp_path):
     config, client, proof = make_config(database), MlflowClient(database), make_merge()
     assert published(config, make_evaluation, proof).version == "1"
     flip_byte(Path(proof.model.path) / "model.safetensors")
@@ -265,9 +263,7 @@ def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_
         published(config, make_evaluation, proof)
 
 
-def test_a_second_decision_replaces_the_first_and_publishing_the_champion_again_replaces_nothing(
-    database, make_config, make_merge, make_evaluation
-):
+def test_a_second_decision_replaces_the_first(database, make_config, make_merge, make_evaluation):
     config, client, evaluation = make_config(database), MlflowClient(database), make_evaluation("merged", 0.9)
     name, passed = config.registered_model, [result_of("base", better=True), result_of("champion", better=True)]
 

@@ -50,7 +50,7 @@ def test_a_kill_between_two_aliases_loses_no_version(database, publish_one, monk
     assert aliases(config) == {"champion": "2", "previous": "1"}
 
 
-def test_rollback_restores_the_previous_champion_and_the_same_run_does_not_undo_it(any_store, publish_one):
+def test_rollback_restores_the_previous_champion_for_good(any_store, publish_one):
     config = publish_one(any_store, "1")
     name = config.registered_model
     with pytest.raises(ModelError, match="no such model"):
@@ -67,9 +67,7 @@ def test_rollback_restores_the_previous_champion_and_the_same_run_does_not_undo_
         rollback(name, to="1", reason="", tracking=config.tracking)
 
 
-def test_bytes_that_were_rolled_back_are_not_promoted_from_another_run_until_one_of_their_versions_is_restored(
-    database, publish_one
-):
+def test_rolled_back_bytes_are_not_promoted_until_restored(database, publish_one):
     config = publish_one(database, "1")
     name, tracking = config.registered_model, config.tracking
     publish_one(database, "2")
@@ -86,7 +84,7 @@ def test_bytes_that_were_rolled_back_are_not_promoted_from_another_run_until_one
     assert aliases(config)["champion"] == "2", "the bytes are wanted again, and beat the champion"
 
 
-def test_a_challenger_that_a_rollback_makes_the_champion_is_no_challenger_any_more(database, publish_one):
+def test_a_challenger_that_becomes_champion_by_rollback_is_no_longer_a_challenger(database, publish_one):
     config = publish_one(database, "1")
     publish_one(database, "2", better=False)
     rollback(config.registered_model, to="2", reason="", tracking=config.tracking)
@@ -112,7 +110,7 @@ def test_a_model_with_a_regression_is_not_promoted(make_evaluation, figure, valu
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_a_model_that_the_merge_made_worse_is_not_promoted_and_the_reason_says_so(better):
+def test_a_merge_that_made_it_worse_is_not_promoted(better):
     lost = Regression(metric="accuracy", against="correctness", ours=0.5, theirs=0.97, limit=0.97, passed=False, p_value=0.001)
     decision = decide("1", "new", tests=[verdict("base", better)], compared=None, current=None, regressions=[lost])
     assert not decision.champion
@@ -162,7 +160,7 @@ def test_lineage_leads_from_a_version_to_run_data_config_and_environment(any_sto
     assert find_tagged(config.registered_model, {"grpo.key": "2"}, config.tracking) is None
 
 
-def test_all_hashes_of_a_versions_origin_are_one_tag_and_older_versions_are_read(database, publish_one):
+def test_a_versions_origin_is_one_tag_and_older_are_read(database, publish_one):
     config = publish_one(database, "1")
     name, client = config.registered_model, MlflowClient(database)
     tags = client.get_model_version(name, "1").tags

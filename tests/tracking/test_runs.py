@@ -60,7 +60,7 @@ def snapshot(client, run_id):
 
 
 @on_both_stores
-def test_every_config_field_is_a_param_and_the_file_gives_the_config_back(config, client):
+def test_every_config_field_is_a_param_and_a_file_restores_them(config, client):
     with open_run(config, key="k1") as run:
         pass
     assert client.get_run(run.run_id).data.params == flatten(config)
@@ -96,7 +96,7 @@ def test_a_run_records_its_environment(config, client):
     assert {"torch", "transformers", "polars", "mlflow"} <= environment["packages"].keys()
 
 
-def test_the_same_key_finds_the_same_run_and_fresh_makes_a_new_one(config):
+def test_a_key_finds_its_run_and_fresh_makes_another(config):
     with open_run(config, key="same") as first:
         pass
     with open_run(config, key="same") as second:

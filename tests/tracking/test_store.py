@@ -89,7 +89,7 @@ def test_a_database_server_that_is_away_is_reported_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["open to others", "private"])
-def test_a_link_in_the_temporary_folder_does_not_empty_the_file_of_its_victim(server, tmp_path, monkeypatch, folder):
+def test_a_link_in_the_temporary_folder_empties_no_file(server, tmp_path, monkeypatch, folder):
     """Another user knows the name of a lock, and makes a link of that name to a file that only its victim can write to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = connect(server)

@@ -75,7 +75,7 @@ def test_only_one_process_holds_a_lock(tmp_path):
     assert counter.read_text() == "600"
 
 
-def test_a_process_that_waits_for_a_lock_is_given_the_name_of_the_holder(tmp_path):
+def test_a_process_waiting_for_a_lock_learns_its_holder(tmp_path):
     holders = []
 
     class GivenUpError(Exception):

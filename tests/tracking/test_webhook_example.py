@@ -62,7 +62,7 @@ def posted(url, body, headers):
         return error.code
 
 
-def test_the_receiver_refuses_forged_and_old_messages_and_handles_a_repeated_one_once(receiver):
+def test_the_receiver_refuses_forged_old_and_repeated_messages(receiver):
     url, output = receiver
     now = int(time.time())
 

@@ -13,7 +13,7 @@ from tests.zoo.measure import measure
 TABLE = table.load()
 
 
-def test_every_model_type_of_transformers_is_in_the_table_or_left_out_with_a_reason():
+def test_every_model_type_is_tabled_or_left_out_with_reason():
     assert TABLE["transformers"] == transformers.__version__, "run: python -m tests.zoo --write"
     assert {one["type"] for one in TABLE["models"].values()} | set(LEFT_OUT) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert set(TABLE["models"]) == set(ZOO)
@@ -51,7 +51,7 @@ def test_a_policy_that_leaves_out_the_scale_of_its_logits_is_found(monkeypatch, 
 
 @pytest.mark.filterwarnings("ignore")  # those of our own are part of the verdict; peft has a few for odd layers
 @pytest.mark.parametrize("name", [name if name in table.MAIN else pytest.param(name, marks=pytest.mark.long) for name in ZOO])
-def test_a_model_of_the_zoo_is_trained_sampled_and_merged_as_transformers_and_peft_compute_it(name, tmp_path_factory):
+def test_a_zoo_model_trains_samples_and_merges_like_transformers_and_peft(name, tmp_path_factory):
     verdict = measure(name, tmp_path_factory.mktemp("zoo-model"), whole=name not in table.MAIN)
     assert verdict.faults == []
     assert table.row(verdict) == TABLE["models"][name]

@@ -71,7 +71,7 @@ class PaysAtEnd(Counting):
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 2}, {"max_tokens": 16}])
-def test_running_out_of_turns_or_tokens_counts_as_0_where_the_environment_gave_nothing(engine, tokenizer, starts, limits):
+def test_running_out_of_turns_or_tokens_counts_as_0(engine, tokenizer, starts, limits):
     played = [one.conversation for one in play(engine, PaysAtEnd(9), starts, sampling(), interaction(**limits), tokenizer)]
     assert {one.ending for one in played} == {next(iter(limits)).removeprefix("max_")}
     assert [one.reward for one in played] == [0.0] * 6
@@ -82,7 +82,7 @@ def test_running_out_of_turns_or_tokens_counts_as_0_where_the_environment_gave_n
     assert [one.conversation.reward for one in ended] == [0.5] * 6
 
 
-def test_neither_a_fault_nor_a_run_without_environment_has_a_reward_of_0(engine, tokenizer, starts):
+def test_a_fault_or_no_environment_is_no_reward_of_0(engine, tokenizer, starts):
     failed = play(engine, PaysAtEnd(9, fails_at=2), starts, sampling(), interaction(max_turns=2), tokenizer)
     assert [one.conversation.reward for one in failed] == [None] * 6
     tools = InteractionConfig(tools=["my_tools:add"], max_turns=2)

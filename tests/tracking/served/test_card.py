@@ -63,7 +63,7 @@ CARD = (
 )
 
 
-def test_a_card_is_replaced_by_a_later_one_and_a_persons_text_by_none(database):
+def test_a_generated_card_is_replaced_and_a_persons_text_is_kept(database):
     client = MlflowClient(database)
     client.create_registered_model("m")
     for number in ("1", "2"):
@@ -82,7 +82,7 @@ def test_a_card_is_replaced_by_a_later_one_and_a_persons_text_by_none(database):
     assert "For the shop" in client.get_model_version("m", "2").description
 
 
-def test_a_kill_between_the_two_calls_that_write_a_card_leaves_one_that_can_still_be_replaced(database, monkeypatch):
+def test_a_card_half_written_by_a_killed_process_can_be_replaced(database, monkeypatch):
     client = MlflowClient(database)
     client.create_registered_model("m")
     client.create_model_version("m", "elsewhere")
@@ -113,7 +113,7 @@ def test_a_kill_between_the_two_calls_that_write_a_card_leaves_one_that_can_stil
         ({}, "Unknown: its folder names none."),
     ],
 )
-def test_the_licence_of_a_base_in_a_folder_is_what_the_folder_declares(tmp_path, files, says):
+def test_a_folder_base_has_the_licence_it_declares(tmp_path, files, says):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert says in licence(str(tmp_path))

@@ -72,7 +72,7 @@ def test_it_answers_as_the_engine_of_the_training_does(stops):
     assert reply["usage"]["completion_tokens"] == len(expected.token_ids)
 
 
-def test_the_prompt_has_one_bos_and_the_system_prompt_of_the_template_once(tmp_path):
+def test_the_prompt_has_one_bos_and_one_system_prompt(tmp_path):
     folder = shutil.copytree(resolve("embedded:base"), tmp_path / "model")
     tokenizer = load_tokenizer(ModelRef(path=str(folder)))
     # Llama's tokenizers add BOS to any text, and their templates write it too.
@@ -122,7 +122,7 @@ def test_sampling_draws_several_choices_and_temperature_zero_is_greedy(model):
     assert greedy[0]["message"] == greedy[1]["message"]
 
 
-def test_a_frame_is_answered_row_by_row_and_a_prompt_is_continued_without_a_template(model):
+def test_a_frame_is_answered_row_by_row_without_a_template(model):
     both = model.predict(None, pd.DataFrame({"messages": [CHAT, CHAT], "max_tokens": [4, None]}))
     assert both[0]["usage"]["completion_tokens"] == 4
     assert both[1]["usage"] == ask(model)["usage"]

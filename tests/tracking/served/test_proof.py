@@ -154,7 +154,7 @@ def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_
     assert json.loads((tmp_path / "reply.json").read_text())["choices"][0]["message"]["content"] == answer
 
 
-def test_the_artifact_holds_the_weights_once_nothing_pickled_and_no_path_of_the_training_machine(chat_champion, server, tmp_path):
+def test_the_artifact_holds_weights_once_without_pickle_or_paths(chat_champion, server, tmp_path):
     mlflow.set_tracking_uri(server)
     folder = Path(mlflow.artifacts.download_artifacts(chat_champion[0], dst_path=str(tmp_path / "artifact")))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -20,7 +20,7 @@ def text(client, run_id, path):
     return Path(client.download_artifacts(run_id, path)).read_text()
 
 
-def test_the_table_of_an_evaluation_begins_with_question_ground_truth_answer_and_verdict(
+def test_an_evaluations_table_begins_with_question_truth_answer_verdict(
     client, database, make_config, make_evaluation, data_report
 ):
     evaluation = make_evaluation("merged")
@@ -50,9 +50,7 @@ PLAYED = json.dumps({"turns": TURNS, "ending": "done", "error": None})
 SHOWN = "[turn 1] 6 * 7?\n[tool] 42\n[turn 2 (reward 1)] It is 42."
 
 
-def test_the_tables_of_an_evaluation_and_of_a_stage_show_conversations_turn_by_turn(
-    client, database, make_config, make_evaluation, make_stage
-):
+def test_evaluation_and_stage_tables_show_conversations_by_turn(client, database, make_config, make_evaluation, make_stage):
     evaluation, config = make_evaluation("merged"), make_config(database)
     rows = {"prompt_id": ["a", "b"], "sample": [0, 0], "completion": ["It is 42.", "No."], "conversation": [PLAYED, None]}
     pl.DataFrame(rows).write_parquet(evaluation.samples)

@@ -61,9 +61,7 @@ def test_the_best_checkpoint_of_three_runs_is_found_by_a_search(
 
 
 @pytest.mark.long
-def test_linking_a_checkpoint_adds_nothing_to_the_curves_of_the_run_and_can_be_repeated(
-    client, database, make_config, make_stage, make_evaluation
-):
+def test_linking_a_checkpoint_adds_no_point_and_can_repeat(client, database, make_config, make_stage, make_evaluation):
     config = make_config(database)
     stage = finished_stage(make_stage, config, key="a", shift=0.0)
     evaluation = make_evaluation("format", 0.5)
@@ -83,7 +81,7 @@ def test_linking_a_checkpoint_adds_nothing_to_the_curves_of_the_run_and_can_be_r
 
 
 @pytest.mark.long
-def test_the_best_merged_model_and_the_best_checkpoint_of_two_runs_are_found_as_the_page_says(
+def test_the_best_model_and_checkpoint_are_found_as_documented(
     client, database, make_config, make_stage, make_merge, make_evaluation, data_report
 ):
     config = make_config(database)
@@ -115,9 +113,7 @@ def test_the_best_merged_model_and_the_best_checkpoint_of_two_runs_are_found_as_
     assert "format-bbbbbbbb" in checkpoints[0].tags["path"]
 
 
-def test_the_parameters_that_people_search_by_are_kept_where_a_stage_has_more_than_mlflow_takes(
-    client, database, make_config, make_stage
-):
+def test_the_parameters_people_search_by_are_kept(client, database, make_config, make_stage):
     config = make_config(database)
     stage = finished_stage(make_stage, config, key="a", shift=0.0)
     with open_run(config, key="k") as run:

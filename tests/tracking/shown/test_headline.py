@@ -39,7 +39,7 @@ def publication(tmp_path):
     )
 
 
-def test_a_run_is_named_by_config_form_and_time_and_found_by_the_config_alone(config, client):
+def test_a_run_is_named_by_config_and_time_found_by_config(config, client):
     with open_run(config, key="k", flow_run_name="brisk-otter") as run:
         pass
     found = client.get_run(run.run_id)
@@ -52,7 +52,7 @@ def test_a_run_is_named_by_config_form_and_time_and_found_by_the_config_alone(co
     assert run_title("demo", None, datetime(2026, 11, 23, 5, 53)) == "demo 2026-11-23 05:53"
 
 
-def test_the_description_says_the_decision_with_a_link_and_text_of_a_person_stays(config, client, publication):
+def test_the_description_says_the_decision_and_keeps_a_persons_text(config, client, publication):
     with open_run(config, key="k") as run:
         assert (
             client.get_run(run.run_id).data.tags[NOTE] == "GRPO from the base model `embedded:base`. Stages: format, correctness."
@@ -102,9 +102,7 @@ def test_the_description_leads_back_to_prefect_before_and_after_the_decision(con
     assert f"[Flow run in Prefect]({page})" in note
 
 
-def test_a_list_of_runs_shows_user_source_model_data_and_figures_without_a_click(
-    config, client, data_report, make_evaluation, monkeypatch
-):
+def test_a_list_of_runs_shows_user_source_model_data_and_figures(config, client, data_report, make_evaluation, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/grpo", "run", "demo", "--set", "seed=3"])
     with open_run(config, key="k") as run:
         run.record(data_report)
@@ -125,7 +123,7 @@ def test_a_list_of_runs_shows_user_source_model_data_and_figures_without_a_click
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_markers_that_fill_more_than_a_tag_continue_in_another_and_old_ones_are_read(config, client):
+def test_long_markers_span_tags_and_old_ones_are_read(config, client):
     with open_run(config, key="k") as run:
         client.set_tag(run.run_id, f"{MARKER}.train_stage.old", "true")
         run.handle = RunHandle(run.store, client.get_run(run.run_id))

@@ -45,9 +45,7 @@ def test_a_held_out_set_has_a_second_version_after_the_data_changed(client, data
     )
 
 
-def test_a_system_prompt_has_a_version_for_each_text_linked_to_run_and_model(
-    client, database, make_config, make_merge, make_evaluation
-):
+def test_a_system_prompt_has_a_version_for_each_text(client, database, make_config, make_merge, make_evaluation):
     texts = {"one": "Use {{tags}}.", "two": "Be brief.", "three": "Use {{tags}}."}
     versions = {}
     for key, text in texts.items():
@@ -77,7 +75,7 @@ def test_a_system_prompt_has_a_version_for_each_text_linked_to_run_and_model(
     assert [model.name for model in client.search_registered_models()] == [config.registered_model]
 
 
-def test_a_system_prompt_is_linked_to_the_run_and_the_models_of_each_stage(client, database, make_config, make_stage):
+def test_a_system_prompt_is_linked_to_the_run_and_its_models(client, database, make_config, make_stage):
     config = make_config(database)
     stage = make_stage(config)
     (stage.directory / "checkpoints" / "step-000020").mkdir(parents=True)

@@ -48,7 +48,7 @@ def ended(grid, sweep, accuracies):
     return SweepResult(lines=lines, run_id=handle.run_id, experiment_id=handle.experiment_id, tracking_uri="", publish="grpo run")
 
 
-def test_the_parent_has_the_best_run_the_table_and_the_link_that_compares(grid, client, tmp_path):
+def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     sweep = SweepRun(grid, key="s", flow={"prefect.flow_run_id": "f"})
     result = ended(grid, sweep, [0.5, None, 0.75, 0.25])
     sweep.show(result)
@@ -80,7 +80,7 @@ def test_the_parent_has_the_best_run_the_table_and_the_link_that_compares(grid, 
     assert [tags[ENDED].split(":")[0] for tags in children] == ["finished", "pruned", "finished", "finished"]
 
 
-def test_a_new_best_run_replaces_every_figure_also_those_in_which_it_is_worse(grid, client):
+def test_a_new_best_run_replaces_every_figure(grid, client):
     sweep = SweepRun(grid, key="s", flow={})
     shown = ended(grid, sweep, [0.5, None, None, None])
     ends = [
