@@ -94,7 +94,7 @@ def rivals_of(
     if not run.config.promotion.against_champion:
         return current_champion(run.tracked.store, run.config.registered_model), [base]
     folder = run.output / "champions"
-    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve(), store=run.tracked.store)
+    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve())
     if found is None:
         return None, [base]
     champion, ref = found
