@@ -106,7 +106,7 @@ def _rivals(run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport
     config, store = run.config, run.tracked.store
     if not config.promotion.against_champion:
         return current_champion(store, config.registered_model), [base]
-    found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve(), store=store)
+    found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve())
     if found is None or found[0].sha256 == merged.sha256:
         return found and found[0], [base]
     return found[0], [base, evaluation_of(run, "champion", found[1], data)]

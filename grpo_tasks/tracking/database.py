@@ -48,8 +48,7 @@ def lock_file(file: Path, what: str) -> Path:
 def make_ready(file: Path) -> None:
     """Make sure that a complete database with the schema of the installed MLflow is at `file`. After a kill, call it again.
 
-    Raises:
-        TrackingError: the file is no database, is in use, was made by a newer MLflow, or is broken and holds runs.
+    Raises `TrackingError` where it is no database, is in use, was made by a newer MLflow, or is broken and holds runs.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -91,8 +91,7 @@ class JournalShipper:
     def ship(self) -> bool:
         """Send the complete lines written since the last call; False when the store could not be reached (no line is lost).
 
-        Raises:
-            TrackingError: the store replied and refused.
+        Raises `TrackingError` where the store replied and refused.
         """
         for line in self._tail.read():
             step, timestamp_ms, known = line["step"], line["timestamp_ms"], line["metrics"].items()
@@ -113,11 +112,7 @@ class JournalShipper:
         return True
 
     def finish(self, *, timeout_s: float | None = None) -> None:
-        """Ship until every line is in the store, for at most `timeout_s` seconds (default: the store's patience).
-
-        Raises:
-            TrackingError: the store could not be reached for `timeout_s` seconds.
-        """
+        """Ship until every line is in the store. Raises `TrackingError` after `timeout_s` (default: the store's patience)."""
         timeout_s = self.store.patience_s if timeout_s is None else timeout_s
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda shipped: not shipped),

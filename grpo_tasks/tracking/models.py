@@ -81,17 +81,12 @@ def _comparable(name: str, champion: Champion) -> Iterator[None]:
         raise type(error)(said, place=error.place, fix=fix) from error
 
 
-def fetch_champion(
-    name: str, tracking: TrackingConfig, directory: Path, *, store: Store | None = None
-) -> tuple[Champion, ModelRef] | None:
+def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
     """The current champion and its verified files below `directory`; None when there is no champion. Fetched once per version.
 
-    `store` is that of a run in progress, which waits longer for a server that is away.
-
-    Raises:
-        ModelError: this project did not publish the version, or a file differs from what was published.
+    Raises `ModelError` where this project did not publish the version, or a file differs from what was published.
     """
-    champion = current_champion(store or open_store(tracking), name)
+    champion = current_champion(open_store(tracking), name)
     if champion is None:
         return None
     with _comparable(name, champion):
@@ -141,11 +136,8 @@ def _is_adapter(folder: Path, sha256: str) -> bool:
 def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path, *, ours: bool = False) -> Path:
     """Download the files of a version into `target`. Every download of a registered model goes through here.
 
-    The tag in the registry, the manifest in the store and every file must agree. With `ours` the folder belongs to the pipeline:
-    when a file in it differs, the model is fetched again instead of refused.
-
-    Raises:
-        ModelError: `target` holds other files, there is no manifest, or a file differs from what was published.
+    The tag in the registry, the manifest in the store and every file must agree, or it raises `ModelError`. With `ours` the
+    folder belongs to the pipeline: when a file in it differs, the model is fetched again instead of refused.
     """
     store = open_store(tracking)
     manifest = read_manifest(store, version)
@@ -165,8 +157,7 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
             _fetch(store, version, name, incomplete)
         else:
             (incomplete / name).unlink()
-    wrong = _faults(incomplete, manifest)
-    if wrong:
+    if wrong := _faults(incomplete, manifest):
         raise ModelError(
             f"{wrong[0]} differs from what was published (other SHA-256)",
             place=str(incomplete),

@@ -138,8 +138,7 @@ class PastRun:
 def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
     """The run with this id, beginning of an id, or name (the newest), or behind models:/NAME@ALIAS or NAME@ALIAS.
 
-    Raises:
-        ModelError: there is no such run, or it did not evaluate a merged model.
+    Raises `ModelError` where there is no such run, or it did not evaluate a merged model.
     """
     store = open_store(tracking)
     run = _find(store, reference, tracking)

@@ -52,12 +52,7 @@ def plot_stage(journal: Path, directory: Path) -> list[Path]:
 
 
 def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
-    """All stages on one time line, as PNG.
-
-    Args:
-        journals: (stage name, metrics.jsonl) in the order of training.
-        path: file to write.
-    """
+    """All stages on one time line, as PNG, from (stage name, metrics.jsonl) in the order of training."""
     stages = [(name, Journal(journal, writes=False).steps) for name, journal in journals]
     boundaries, groups = _join(stages)
     measured = {name for _, steps in stages for metrics in steps.values() for name in metrics}

@@ -129,10 +129,8 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
         log, prove: `log_model.log_model` and `served.proof.prove_served`, or calls of them in separate processes.
         require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
 
-    Raises:
-        ServedModelError: the logged model answers otherwise than the merged one. Nothing was registered.
-        DamagedError: the files differ from those that the merge proof covers. Nothing was registered.
-        TrackingError: the store cannot be reached or refuses. Publishing again resumes.
+    Raises `ServedModelError` where the logged model answers otherwise than the merged one, and `DamagedError` where files differ
+    from those that the merge proof covers: nothing was registered. After a `TrackingError`, publishing again resumes.
     """
     name = run.config.registered_model
     _store_manifest(run, proof)
@@ -239,14 +237,8 @@ def decide(
 ) -> Decision:
     """Decide whether a version with these bytes becomes (or stays) champion. A pure function.
 
-    Args:
-        version, sha256: the new version.
-        tests: against the base, and against the champion where the model was compared with one.
-        compared: the champion of the comparison.
-        current: the champion now. If it is not `compared`, the alias moved in the meantime.
-        regressions: checks and guards that can stop a promotion, never cause one.
-        against_champion: whether the model has to beat the champion too.
-        rolled_back_as: a version with the same bytes that a person rolled back.
+    `compared` is the champion of the comparison, `current` that of now: the alias may have moved in the meantime. `regressions`
+    can stop a promotion, never cause one. `rolled_back_as` is a version with the same bytes that a person rolled back.
     """
 
     def stopped(obstacle: str, *, rolled_back: bool = False) -> Decision:

@@ -52,7 +52,9 @@ def test_a_guard_refuses_a_promotion_that_goes_through_without_it(place):
     assert (run.data.metrics["guard/chatty/passed"], run.data.metrics["guard/polite/passed"]) == (0.0, 1.0)
     assert run.data.metrics["guard/chatty/change"] < 0
     [report] = place.root.glob("**/write_report/*/report.html")
-    assert "Worse in chatty: Tell me about" in report.read_text()
+    page = report.read_text()
+    assert "Worse: chatty" in page
+    assert "<pre>Tell me about" in page
     assert {item.path for item in place.client.list_artifacts(run.info.run_id, "guards")} >= {
         "guards/report.md",
         "guards/worse.json",
