@@ -18,6 +18,7 @@ Shapes: N completions of a microbatch, padded to T tokens. [N, 1] broadcasts ove
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     ratio = importance_ratio(inputs, level=stage.importance_sampling_level)  # [N, T], or [N, 1] for GSPO
     # [N, T]: advantages and a sequence ratio broadcast over the tokens of their completion. Where both are [N, 1] the policy
     # term stays [N, 1] and is broadcast by the weights below.
-    per_token = policy_term(ratio, inputs, stage)
+    per_token = LOSSES[stage.loss_type].term(ratio, inputs, stage)
     if inputs.keep is not None:
         # arXiv:2506.01939: only the tokens at which the policy really decides something carry the gradient.
         per_token = per_token * inputs.keep
@@ -96,7 +97,7 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     if inputs.entropies is not None and inputs.entropy_weights is not None:
         loss = loss - stage.entropy_coef * (inputs.entropies * inputs.entropy_weights).sum()
     mask = inputs.mask.float()
-    low, high = clip_bounds(stage)
+    low, high = LOSSES[stage.loss_type].bounds(stage)
     return LossOutputs(
         loss=loss,
         kl_sum=(kl * mask).sum().detach(),
@@ -106,32 +107,31 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     )
 
 
-def policy_term(ratio: Float[Tensor, "N _"], inputs: LossInputs, stage: StageConfig) -> Float[Tensor, "N _"]:
-    """The term each token adds to the loss before weights; [N, 1] when ratio and advantages are both per sequence."""
-    advantages = inputs.advantages
-    low, high = clip_bounds(stage)
-    if stage.loss_type == "cispo":
-        # The clipped ratio is a constant weight of a REINFORCE term. A token beyond the cap keeps its gradient, where PPO's min
-        # would drop it: rare tokens that start a new line of thought are the ones that PPO clips first (arXiv:2506.13585, 3.1).
-        return -ratio.clamp(max=high).detach() * advantages * inputs.logps
-    if stage.loss_type == "sapo":
-        # A smooth gate instead of a clip: its slope at ratio 1 is 1 (hence 4 / tau), and it decays to 0 on both sides. tau is
-        # larger for negative advantages, whose gradient raises all the other tokens of the vocabulary and is the less stable
-        # one.
-        tau = torch.where(advantages > 0, stage.sapo_temperature_pos, stage.sapo_temperature_neg)
-        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+def clipped(ratio: Float[Tensor, "N _"], inputs: LossInputs, stage: StageConfig) -> Float[Tensor, "N _"]:
+    """PPO's term; [N, 1] when ratio and advantages are both per sequence."""
     # The min leaves the ratio unbounded for A < 0; `delta` bounds it there too (two-sided clip, arXiv:2505.07291). A separate
     # `epsilon_high` lets improbable tokens gain more than they may lose (clip-higher, arXiv:2503.14476, 3.1).
     bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
-    return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+    return -torch.min(bounded * inputs.advantages, ratio.clamp(*clip_range(stage)) * inputs.advantages)
 
 
-def clip_bounds(stage: StageConfig) -> tuple[float, float]:
-    """Ratios outside which a token is clipped: SAPO never clips, CISPO clips above only."""
-    if stage.loss_type == "sapo":
-        return -math.inf, math.inf
-    if stage.loss_type == "cispo":
-        return -math.inf, stage.epsilon_high or math.inf
+def capped(ratio: Float[Tensor, "N _"], inputs: LossInputs, stage: StageConfig) -> Float[Tensor, "N _"]:
+    """CISPO's term: the ratio, cut off above, is a constant weight of a REINFORCE term."""
+    # A token beyond the cap keeps its gradient, where PPO's min would drop it: rare tokens that start a new line of thought are
+    # the ones that PPO clips first (arXiv:2506.13585, 3.1).
+    return -ratio.clamp(max=stage.epsilon_high).detach() * inputs.advantages * inputs.logps
+
+
+def gated(ratio: Float[Tensor, "N _"], inputs: LossInputs, stage: StageConfig) -> Float[Tensor, "N _"]:
+    """SAPO's term: a smooth gate instead of a clip."""
+    # Its slope at ratio 1 is 1 (hence 4 / tau), and it decays to 0 on both sides. tau is larger for negative advantages, whose
+    # gradient raises all the other tokens of the vocabulary and is the less stable one.
+    tau = torch.where(inputs.advantages > 0, stage.sapo_temperature_pos, stage.sapo_temperature_neg)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages
+
+
+def clip_range(stage: StageConfig) -> tuple[float, float]:
+    """Ratios between which PPO's term has a gradient on both sides."""
     return 1 - stage.epsilon, 1 + (stage.epsilon_high or stage.epsilon)
 
 
@@ -213,12 +213,7 @@ def k3(log_ratio: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
 def token_weights(
     mask: Bool[Tensor, "N T"], stage: StageConfig, *, max_completion_length: int, microbatch_size: int
 ) -> Float[Tensor, "N T"]:
-    """Weight of each token in the loss of the update.
-
-        grpo, sapo   1 / (N |o_i|)                           mean over completions of the mean over tokens (2402.03300 eq. 3)
-        dapo, cispo  1 / sum_i |o_i|                         mean over all tokens of the update (DAPO, 2503.14476, 3.3)
-        bnpo         1 / (M sum of |o_i| in the microbatch)  mean over M microbatches of the mean over tokens
-        dr_grpo      1 / (N max_completion_length)           a constant (Dr. GRPO, 2503.20783, 3.2)
+    """Weight of each token in the loss of the update, by the average of `loss_type`.
 
     Args:
         mask: tokens that count, of all N completions of the update (not of a microbatch).
@@ -226,21 +221,48 @@ def token_weights(
         max_completion_length: the configured limit, in tokens.
         microbatch_size: completions per microbatch (`per_device_train_batch_size`); only bnpo depends on it.
     """
-    tokens, num = mask.float(), mask.shape[0]
-    if stage.loss_type in ("grpo", "sapo"):
-        # Each token of a long completion counts less: a long wrong answer is punished less per token than a short one.
-        # clamp: a completion that is masked entirely has no tokens, and 0 / 0 would be NaN.
-        return tokens / tokens.sum(-1, keepdim=True).clamp(min=1.0) / num
-    if stage.loss_type in ("dapo", "cispo"):
-        return mean_weights(mask)
-    if stage.loss_type == "bnpo":
-        # The last microbatch may be smaller; it counts as much as the others, as in gradient accumulation of means.
-        microbatches = tokens.split(microbatch_size)
-        return torch.cat([each / each.sum().clamp(min=1.0) for each in microbatches]) / len(microbatches)
-    # dr_grpo: no length in the denominator, so no bias towards short right and long wrong answers.
-    return tokens / (num * max_completion_length)
+    return LOSSES[stage.loss_type].weights(mask, max_completion_length, microbatch_size)
 
 
-def mean_weights(mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """Weights of a plain mean over all tokens of the update."""
+def mean_weights(mask: Bool[Tensor, "N T"], *_: int) -> Float[Tensor, "N T"]:
+    """1 / sum_i |o_i|: a mean over all tokens of the update (DAPO, arXiv:2503.14476, 3.3)."""
     return mask.float() / mask.sum().clamp(min=1)
+
+
+def completion_weights(mask: Bool[Tensor, "N T"], *_: int) -> Float[Tensor, "N T"]:
+    """1 / (N |o_i|): a mean over completions of the mean over their tokens (arXiv:2402.03300 eq. 3)."""
+    # Each token of a long completion counts less: a long wrong answer is punished less per token than a short one.
+    # clamp: a completion that is masked entirely has no tokens, and 0 / 0 would be NaN.
+    return mask.float() / mask.float().sum(-1, keepdim=True).clamp(min=1.0) / mask.shape[0]
+
+
+def microbatch_weights(mask: Bool[Tensor, "N T"], _: int, microbatch_size: int) -> Float[Tensor, "N T"]:
+    """1 / (M sum of |o_i| in the microbatch): a mean over M microbatches of the mean over their tokens."""
+    # The last microbatch may be smaller; it counts as much as the others, as in gradient accumulation of means.
+    microbatches = mask.float().split(microbatch_size)
+    return torch.cat([each / each.sum().clamp(min=1.0) for each in microbatches]) / len(microbatches)
+
+
+def constant_weights(mask: Bool[Tensor, "N T"], max_completion_length: int, _: int) -> Float[Tensor, "N T"]:
+    """1 / (N max_completion_length): no length in it, so no bias towards short right and long wrong answers (2503.20783, 3.2)."""
+    return mask.float() / (mask.shape[0] * max_completion_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one `loss_type` is: the term of a token, the ratios outside which it counts as clipped, the weights of tokens."""
+
+    term: Callable[[Float[Tensor, "N _"], LossInputs, StageConfig], Float[Tensor, "N _"]]
+    bounds: Callable[[StageConfig], tuple[float, float]]
+    weights: Callable[[Bool[Tensor, "N T"], int, int], Float[Tensor, "N T"]]
+
+
+LOSSES = {
+    "grpo": Loss(clipped, clip_range, completion_weights),
+    "bnpo": Loss(clipped, clip_range, microbatch_weights),
+    "dr_grpo": Loss(clipped, clip_range, constant_weights),
+    "dapo": Loss(clipped, clip_range, mean_weights),
+    "cispo": Loss(capped, lambda stage: (-math.inf, stage.epsilon_high or math.inf), mean_weights),
+    "sapo": Loss(gated, lambda _: (-math.inf, math.inf), completion_weights),
+}
+"""A new loss is a row here and its name in the config: nothing else names one."""
