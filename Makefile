@@ -20,8 +20,8 @@ demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no ser
 demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on this machine, with two vLLM servers (half an hour)
 	$(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
 
-test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" --durations=10 $(ARGS)
+test: $(READY) ## run the quick tests, three quarters of all (ARGS="tests/data -k csv" for some; ARGS='-m "not long" tests/data' for a whole room)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not long and not containers" --durations=10 $(ARGS)
 
 test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo, the wheel (about half an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
@@ -56,7 +56,7 @@ types: $(READY) ## check the types with mypy
 audit: $(READY) ## list known vulnerabilities of the installed packages (needs the network; reports it if there is none)
 	.ci/audit $(BIN)
 
-check: lint types coverage shapes ## run what CI runs: lint, types, coverage, shapes, and the tests of test and test-ci in one go
+check: lint types coverage shapes ## run what CI runs: lint, types, coverage, shapes, and all tests but the long ones, and those of test-ci
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" $(COVERED:%=--ignore=%) $(SHAPED:%=--ignore=%) --durations=10 $(ARGS)
 
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json

@@ -309,7 +309,8 @@ def promises_page() -> str:
         "# Promises",
         NOTE,
         "Each line is the name of a test, and holds as long as that test passes. `make test` runs those without a remark, "
-        "`make test-long` those that are `long`, CI also `ci`, `make test-containers` those of `containers`, and a card `gpu`.",
+        "`make check` (CI) also those that are `slow` or `ci`, `make test-long` those that are `long`, "
+        "`make test-containers` those of `containers`, and a card `gpu`.",
     ]
     files = sorted(TESTS.rglob("test_*.py"))
     for room in sorted({path.relative_to(TESTS).parts[0] for path in files}):
@@ -327,7 +328,7 @@ def promises_page() -> str:
 
 def _promise(test: ast.FunctionDef, file_marks: set[str]) -> str:
     marks = file_marks | {mark for decorator in test.decorator_list if not _is_table(decorator) for mark in _marks(decorator)}
-    shown = [mark for mark in ("long", "ci", "containers", "gpu") if mark in marks]
+    shown = [mark for mark in ("slow", "long", "ci", "containers", "gpu") if mark in marks]
     return f"- {test.name.removeprefix('test_').replace('_', ' ')}" + (f" ({', '.join(shown)})" if shown else "")
 
 

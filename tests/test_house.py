@@ -50,6 +50,7 @@ STARTED = {
 """Modules that a step starts in processes of their own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_all_code_that_a_step_imports_or_starts_is_in_its_key(without_machinery, step):
     counted = set(code_behind(f"grpo_tasks.steps.{step}"))
@@ -89,6 +90,7 @@ def test_the_key_ignores_comments_and_sees_code_wherever_a_step_reaches_it(tmp_p
         cached.cache_clear()
 
 
+@pytest.mark.slow
 def test_help_a_dry_run_and_a_refused_config_import_nothing_heavy():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom flows.cli.main import app\n"
@@ -103,11 +105,13 @@ def test_help_a_dry_run_and_a_refused_config_import_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_trainer_imports_neither_orchestrator_nor_tracker():
     code = "import sys, grpo_tasks.grpo.__main__\nassert not {'prefect', 'mlflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_data_rewards_and_evaluation_need_no_torch():
     code = (
         "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.lab.run, grpo_tasks.evaluation.report\n"
@@ -116,6 +120,7 @@ def test_data_rewards_and_evaluation_need_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_exactly_the_three_packages_and_nobody_else_provides_them(tmp_path):
     command = [
         sys.executable,
@@ -189,6 +194,7 @@ def _renames_or_locks(tree):
                 yield node.lineno
 
 
+@pytest.mark.slow
 def test_only_kit_replaces_files_and_takes_locks():
     found = set()
     for package in PACKAGES:
@@ -239,6 +245,7 @@ def test_no_file_has_more_than_six_hundred_lines():
     assert {path: length for path, length in lengths.items() if length > 600} == {}
 
 
+@pytest.mark.slow
 def test_no_function_has_more_than_sixty_lines():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"

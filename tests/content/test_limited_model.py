@@ -61,6 +61,7 @@ def short_limits(monkeypatch):
     monkeypatch.setattr(room, "MEMORY_BYTES", 2**30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "reason"), [(NESTED, "did not end within 10 s"), (LARGE, "took more than 1 GiB of memory")])
 def test_a_template_without_an_end_is_refused_before_this_process_loads_it(folder, template, reason):
     (folder / "chat_template.jinja").write_text(template)
@@ -83,6 +84,7 @@ def test_a_tokenizer_that_multiplies_each_letter_is_refused(folder):
         check_model_files(str(folder), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "header", [b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", b'\x08\0\0\0\0\0\0\0{"a":{}}', b"version https://git-lfs"]
 )
@@ -93,6 +95,7 @@ def test_a_damaged_header_of_weights_is_named_with_its_file(folder, header):
     assert refused.value.place == str(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_for_one_row_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{% if 'LOOP' in messages[0].content %}" + NESTED + "{% endif %}{{ messages }}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -103,6 +106,7 @@ def test_a_template_that_loops_for_one_row_is_refused(folder):
         assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str), "a new process goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, SPECIAL, STRICT, FAULTY])
 def test_what_the_process_renders_is_what_transformers_renders(folder, template):
     tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="<bos>")
@@ -138,6 +142,7 @@ def test_a_demonstration_for_which_the_template_never_ends_stops_the_stage(folde
         sums.train(model={"path": path}, start=ModelRef(path=path))
 
 
+@pytest.mark.slow
 def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(TOOLS, encoding="utf-8")

@@ -145,6 +145,7 @@ def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: To
         load_counter(ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> None:
     code = """
 import sys

@@ -57,6 +57,7 @@ def _one_table(chunks: list[Chunk]) -> pa.Table:
     return pa.concat_tables([chunk.table for chunk in chunks]).combine_chunks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_several_workers_read_what_one_reader_reads(
     tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch, num_workers: int
@@ -164,6 +165,7 @@ print(sum(chunk.summary.rows for chunk in [first, *chunks]))
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path: Path, write: Callable[..., str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "elsewhere").mkdir()
@@ -177,6 +179,7 @@ def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path: Pat
     assert (done.stderr, done.stdout.split()) == ("", ["started", "reading", "3000"])
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(tmp_path: Path, write: Callable[..., str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), write(*[GOOD] * 3000), "wait"]

@@ -22,6 +22,7 @@ def sources(*names: str) -> list[dict[str, Any]]:
     return [{"path": str(DATA / name)} for name in names]
 
 
+@pytest.mark.slow
 def test_gsm8k_is_accepted_completely_with_the_number_after_the_marker(verdict_on: Callable[..., RowVerdict]) -> None:
     verdict = verdict_on(
         {"train": sources("gsm8k/train.jsonl"), "eval": sources("gsm8k/test.jsonl"), "answer_pattern": "#### (.+)"},

@@ -96,6 +96,7 @@ def test_the_application_that_compose_names_to_mlflow_is_installed():
     assert named <= {entry.name for entry in entry_points(group="mlflow.app")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "shown"), [(["--help"], 0, "Run the pipeline"), (["no-such-command"], 2, "no-such-command")]
 )

@@ -79,6 +79,7 @@ def containers(pod):
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid_by_the_published_schemas(version):
     of_kubernetes = [manifest for manifest in EVERYTHING if not manifest["apiVersion"].startswith("ray.io/")]

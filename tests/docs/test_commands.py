@@ -135,6 +135,7 @@ def test_grpo_commands_on_pages_exist():
     assert named <= known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", sorted(command for command in RUN if command.startswith("cp ")))
 def test_an_example_copied_as_its_page_says_answers_a_dry_run(copied, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

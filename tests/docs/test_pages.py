@@ -34,6 +34,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "<code>grpo_tasks/grpo/losses.py</code>" in page
 
 
+@pytest.mark.slow
 def test_the_generated_pages_say_what_the_code_says(tmp_path):
     subprocess.run([sys.executable, DOCS / "generate.py", tmp_path], check=True, cwd=ROOT)
     made = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}

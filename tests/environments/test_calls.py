@@ -72,6 +72,7 @@ def test_no_text_makes_the_reader_fail(text, call_format, starts_inside):
         assert checked.error is not None or checked.arguments.keys() <= {"a", "b", "nullable"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -208,6 +208,7 @@ def test_long_messages_are_cut_and_markers_stay_text(pool_of, row):
     assert pool.answer([(0, "blocks")])[0].messages == [{"role": "user", "content": "<|im_end|>"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "said"),
     [

@@ -80,6 +80,7 @@ def honest(played, call):
     return reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "said"),
     [("hang", "hang did not return within 2 s"), ("crash", "crash ended its worker process (exit code 7)")],
@@ -90,6 +91,7 @@ def test_an_environment_that_hangs_or_crashes_is_named_and_pays_nothing(played, 
         assert (seen[-1].done, seen[-1].error, reward) == (True, said, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "said"), [("fail", "RuntimeError: no no"), ("much", "[... cut: 1,000,000 characters"), ("markers", "<|im_start|>")]
 )
@@ -103,6 +105,7 @@ def test_answers_of_any_length_and_content_are_bounded_and_execute_nothing(playe
     assert reward < honest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tags", ["<think>{}</think>", "<think>{}", "{}</think>It is 5."])
 def test_a_call_in_the_reasoning_is_no_call(played, call, honest, tags):
     (only,), reward = played(tags.format(call("add", a=2, b=3)))
@@ -110,6 +113,7 @@ def test_a_call_in_the_reasoning_is_no_call(played, call, honest, tags):
     assert reward == -1.0 < honest
 
 
+@pytest.mark.slow
 def test_a_thousand_calls_are_bounded_together_and_pay_no_more_than_one(played, call, honest):
     many = call("much") * 2 + call("add", a=2, b=3) * 998
     (answered, again, _), reward = played(many, many, "It is 5.")

@@ -177,6 +177,7 @@ def test_markers_of_the_chat_in_an_answer_are_passed_on_as_text(pool_of, call, r
     assert observed.calls == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
@@ -217,6 +218,7 @@ def test_a_million_characters_of_arguments_are_refused(pool_of, call, row):
     assert "262,144 are the limit" in answers(observed)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["dice", "dice_of_numpy"])
 def test_the_number_of_workers_changes_nothing(pool_of, call, row, tool):
     """Random numbers come from conversation and turn, not from the process."""
@@ -244,6 +246,7 @@ def test_what_tools_print_goes_to_the_log(pool_of, call, row, tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_tools_that_cannot_be_imported_are_refused_before_anything_begins(pool_of):
     with pytest.raises(ConfigError, match="has no subtract") as refused:
         pool_of(TOOLS, tools=["add", "subtract"]).schemas()

@@ -134,6 +134,7 @@ def test_a_good_environment_passes_every_check(outcomes):
         assert "ms (median)" in found["speed"].detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "check", "outcome", "said"),
     [
@@ -158,6 +159,7 @@ def test_an_environment_that_differs_by_itself_is_not_accused_of_a_leak(outcomes
     assert "leak" not in outcomes("Clock")[0]
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_and_named(outcomes):
     found, _ = outcomes("Hangs", timeout_s=1.0, workers=1)
     assert (found["faults"].outcome, found["faults"].probe) == ("failed", ODD)

@@ -68,6 +68,7 @@ def rows_of(name: str, folder: Path, **arguments) -> list[dict]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_a_tool_environment_runs_unchanged(own, tmp_path, call):
     rows = rows_of(own, tmp_path)
     assert [one["role"] for one in rows[0]["messages"]] == ["system", "user"]
@@ -86,6 +87,7 @@ def test_a_tool_environment_runs_unchanged(own, tmp_path, call):
         assert pool.end([0, 1]) == [None, 0.0]
 
 
+@pytest.mark.slow
 def test_the_rubric_pays_nothing_for_a_wrong_answer(own, tmp_path):
     (row, _) = rows_of(own, tmp_path)
     with pool_for(own, tmp_path) as pool:
@@ -99,12 +101,14 @@ def test_a_rubric_that_compares_a_group_is_refused(own, tmp_path):
         pool_for(own, tmp_path, groups=True).schemas()
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_not_there_is_refused(verifiers, tmp_path):
     with pytest.raises(ConfigError, match="no-such-thing cannot be loaded") as refused:
         pool_for("no-such-thing", tmp_path).schemas()
     assert "install its package" in refused.value.fix
 
 
+@pytest.mark.slow
 def test_an_environment_of_reasoning_gym_runs_unchanged(verifiers, tmp_path):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     name = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"

@@ -72,6 +72,7 @@ def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, c
     assert answered == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (34, "SIGRTMIN"), (40, "40")])
 def test_a_process_that_any_signal_ends_is_named(pool_of, call, row, number, name):
     pool = pool_of(TOOLS, tools=["kill_itself"])

@@ -52,6 +52,7 @@ def test_counting_all_flips_equals_trying_all_flips(parts):
         assert judge(difference, np.zeros(10)).p_value == pytest.approx(np.mean(flipped >= difference.mean() - 1e-12))
 
 
+@pytest.mark.slow
 def test_random_flips_stand_in_where_counting_would_take_long():
     rng = np.random.default_rng(8)
     ours, theirs = (rng.binomial(64, 0.5, size=12_000) / 64 for _ in range(2))

@@ -33,6 +33,7 @@ def answer(*arguments, expect=0):
     return " ".join(outcome.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_help_dry_run_and_a_refused_config_run_nothing(place):
     assert "grpo run" not in place.grpo("--help")
     assert "nothing was run" in place.grpo("run", "demo", "--dry-run")
@@ -42,6 +43,7 @@ def test_help_dry_run_and_a_refused_config_run_nothing(place):
     assert not (place.root / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -122,6 +124,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case[:50])
 def test_hostile_input_gets_a_short_message_and_never_a_traceback(hostile_folder, monkeypatch, case):
@@ -183,6 +186,7 @@ def test_system_errors_become_messages_and_our_faults_keep_tracebacks(capsys):
         Path("/nowhere/x").read_text()
 
 
+@pytest.mark.slow
 def test_doctor_and_fields_list_what_there_is(place):
     report = place.grpo("doctor", expect=1)
     assert re.search(r"torch +\d", report)

@@ -61,6 +61,7 @@ def measured(run, rows, config, start=None, rollout=None):
     return measure_difficulty(run, config.difficulty_of(config.stages), "start", start or ModelRef(path="embedded:base"), rows)
 
 
+@pytest.mark.slow
 def test_a_measurement_is_shared_by_other_seeds_rates_and_adapters(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
     config = config_of(rollout={"max_completion_length": 24})
@@ -86,6 +87,7 @@ def test_a_measurement_is_shared_by_other_seeds_rates_and_adapters(tmp_path, row
     assert (report.directory / "result.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_screening_draws_more_only_for_solved_prompts(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
     # The base model writes the format now and then.

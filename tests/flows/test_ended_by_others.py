@@ -90,6 +90,7 @@ def test_whoever_ends_a_run_in_prefect_interrupts_it_and_stops_its_publication(p
             assert client.read_flow_run(run).state.type.value == left
 
 
+@pytest.mark.slow
 def test_a_paused_run_waits_before_it_publishes_until_it_is_resumed(prefect_api, monkeypatch):
     monkeypatch.setattr(ends, "POLL_S", 0.1)
     with temporary_settings({PREFECT_API_URL: prefect_api}), get_client(sync_client=True) as client:

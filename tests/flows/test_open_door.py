@@ -54,6 +54,7 @@ print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))))
 """
 
 
+@pytest.mark.slow
 def test_the_temporary_server_of_a_command_answers_only_that_command(lone_place):
     command = [sys.executable, "-c", TEMPORARY]
     done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)

@@ -29,6 +29,7 @@ def champion(tmp_path, monkeypatch):
     return lambda version: client.set_registered_model_alias("other", "champion", version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["other@champion", "models:/other@champion", "other"])
 def test_a_new_champion_behind_the_base_of_a_config_makes_other_keys(champion, tmp_path, name):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"model": {"path": name}}))
@@ -45,6 +46,7 @@ def test_a_new_champion_behind_the_base_of_a_config_makes_other_keys(champion, t
     assert not {plan.key for plan in found[0][1].values()} & {plan.key for plan in found[1][1].values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "asked", "refused"), [
     ("float32", "bfloat16", True), ("float16", "bfloat16", True), ("float32", "float16", True),
     ("bfloat16", "bfloat16", False), ("float16", "float32", False),

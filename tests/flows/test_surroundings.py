@@ -40,6 +40,7 @@ def surroundings(lone_place):
     return refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "validate"])
 @pytest.mark.parametrize(
     ("variable", "value", "says"),

@@ -45,6 +45,7 @@ def test_a_bad_grid_is_refused_before_anything_runs(sweep, tmp_path, options, sa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_refusal_import_nothing_heavy():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom flows.cli.main import app\n"

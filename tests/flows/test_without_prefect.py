@@ -73,6 +73,7 @@ def test_validate_needs_no_prefect_and_its_second_call_skips_both_steps(here):
     assert run.data.tags["grpo.data_digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "validate", "rewards"])
 @pytest.mark.parametrize(
     ("data", "says"),

@@ -75,6 +75,7 @@ def test_a_model_learns_to_emit_an_added_token_and_to_stop_there(train, base_ref
     assert asked(merged, reloaded, spec).token_ids == after.token_ids
 
 
+@pytest.mark.slow
 def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
     whole, directory = stages.train(max_steps=4, save_steps=2, beta=0.05, learning_rate=1e-2, model=MODEL)
     # The reference is the base with its initial rows.
@@ -88,6 +89,7 @@ def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
     assert (again.resumed, again.sha256) == (1, whole.sha256)
 
 
+@pytest.mark.slow
 def test_a_second_stage_continues_rows_and_measures_kl_from_start(train):
     first, directory = train("first", learning_rate=1e-2, model=MODEL)
     _, near = train("near", start=first.model, beta=0.1, reference="stage_start", model=MODEL)

@@ -27,6 +27,7 @@ def one(values):
     return Rewards(torch.as_tensor(values)[:, None], torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("scale", SCALES)
 @given(grouped=rewards_of_groups)

@@ -16,6 +16,7 @@ def evaluations(directory):
     return {step: line["eval_reward"] for step, line in enumerate(lines, start=1) if "eval_reward" in line}
 
 
+@pytest.mark.slow
 def test_the_best_policy_is_the_stages_result(stages):
     result, directory = stages.train("best", **FALLING)
     found = evaluations(directory)
@@ -29,6 +30,7 @@ def test_the_best_policy_is_the_stages_result(stages):
     assert evaluations(other) == found
 
 
+@pytest.mark.slow
 def test_a_stage_killed_after_its_best_evaluation_ends_with_the_same_weights(stages):
     uninterrupted, wanted = stages.train("uninterrupted", **FALLING)
     directory = stages.write("killed", **FALLING)
@@ -44,6 +46,7 @@ def test_a_stage_killed_after_its_best_evaluation_ends_with_the_same_weights(sta
     assert evaluations(directory) == evaluations(wanted)
 
 
+@pytest.mark.slow
 def test_a_plateau_ends_the_stage(stages):
     result, directory = stages.train("flat", **FALLING | {"max_steps": 40, "early_stopping_patience": 3})
     found = evaluations(directory)
@@ -52,6 +55,7 @@ def test_a_plateau_ends_the_stage(stages):
     assert list(found).index(result.best_step) == len(found) - 4
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_change_the_training(stages):
     settings = {"max_steps": 4, "save_steps": 2}
     plain, _ = stages.train("plain", **settings)

@@ -91,6 +91,7 @@ def reference_logps(model, rollout):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [12, 4])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_the_loss_is_that_of_the_written_tokens_alone(policy, rollout, loss_type, size):

@@ -44,6 +44,7 @@ def test_the_curve_is_the_golden_one(train, request):
     assert_golden(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -75,6 +76,7 @@ def test_how_the_work_is_done_does_not_show_in_the_curve(train, settings):
     assert_golden(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [masked_way, varlen_way])
 def test_the_attention_of_other_devices_gives_the_curve(stages, way, monkeypatch):
     way(monkeypatch)
@@ -88,6 +90,7 @@ def test_a_head_in_chunks_gives_the_curve(train, monkeypatch):
     assert_golden(directory)
 
 
+@pytest.mark.slow
 def test_a_resumed_stage_gives_the_curve(stages):
     uninterrupted, wanted = stages.train("uninterrupted", **CURVE, model={"lora": {"lora_dropout": 0.1}})
     directory = stages.write("stopped", **CURVE, model={"lora": {"lora_dropout": 0.1}})

@@ -50,6 +50,7 @@ def test_the_gradient_of_an_update_of_many_tokens_is_that_of_float32(stages):
     assert errors["u"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_stage_in_float16_learns_and_journals_its_scale(stages):
     result, directory = stages.train("half", **SHORT, max_steps=2)
     lines = journal(directory)
@@ -87,6 +88,7 @@ def run(stages, directory, monkeypatch, *, overflows, until=None, scale=None):
         return trainer.train()
 
 
+@pytest.mark.slow
 def test_an_overflow_skips_the_step_halves_the_scale_and_survives_a_resume(stages, monkeypatch):
     settings = SHORT | {"max_steps": 5, "save_steps": 2, "lr_scheduler_type": "constant"}
     uninterrupted = stages.write("uninterrupted", **settings)
@@ -110,6 +112,7 @@ def test_a_gradient_that_is_never_finite_stops_the_stage_in_the_end(stages, monk
     assert [line.get("loss_scale") for line in journal(directory)] == [2.0, None]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_can_be_rolled_back_in_float16(stages, monkeypatch):
     from grpo_tasks.grpo import learner as module
 

@@ -42,6 +42,7 @@ def adapted(config):
     return new_policy(sharp(config), ModelConfig()).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::schemas.errors.Notice")
 @pytest.mark.parametrize("config", [SCALED, CAPPED], ids=["logit scale", "soft cap"])
 def test_a_head_that_leaves_something_out_is_found_before_the_first_update(config, stages, monkeypatch):
@@ -130,6 +131,7 @@ def test_a_16_bit_adapter_check_sees_a_flat_policy():
     assert true_scores(policy, rows).difference(base) == 0.0
 
 
+@pytest.mark.slow
 def test_the_adapter_of_the_check_does_not_turn_rounding_into_noise():
     """A deep policy with random weights: on an H100 every way of scoring one was refused."""
     config = Qwen2Config(**SMALL | {"num_hidden_layers": 28, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 4000})

@@ -21,11 +21,13 @@ def events(directory):
     return [json.loads(line) for line in directory.events.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_guard_stops_the_stage_with_numbers_and_advice(stages):
     with pytest.raises(TrainingError, match=r"kl_blow_up: kl is .* above 0\.5 .*lower the learning rate"):
         stages.train("stopped", **WILD, guards={"kl_blow_up": "stop"})
 
 
+@pytest.mark.slow
 def test_a_roll_back_continues_from_good_weights_with_a_smaller_learning_rate(stages):
     guards = {"kl_blow_up": "rollback", "rollback_learning_rate": 0.02, "max_rollbacks": 1}
     result, directory = stages.train("back", **WILD | {"lr_scheduler_type": "constant"}, guards=guards)
@@ -38,6 +40,7 @@ def test_a_roll_back_continues_from_good_weights_with_a_smaller_learning_rate(st
     assert after[0]["kl"] < 0.5 < before[-1]["kl"]
 
 
+@pytest.mark.slow
 def test_a_stage_killed_before_its_roll_back_ends_with_the_same_weights(stages):
     # It blows up within the first dozen updates; more of them would show nothing new.
     settings = WILD | {"max_steps": 16, "lr_scheduler_type": "constant"}
@@ -59,12 +62,14 @@ def test_a_stage_killed_before_its_roll_back_ends_with_the_same_weights(stages):
     assert [event["event"] for event in events(killed)].count("rolled_back") == 1
 
 
+@pytest.mark.slow
 def test_a_stage_fails_after_max_rollbacks(stages):
     guards = {"kl_blow_up": "rollback", "rollback_learning_rate": 1.0, "max_rollbacks": 1}
     with pytest.raises(TrainingError, match="kl_blow_up, after 1 roll backs"):
         stages.train("wild", **WILD | {"max_steps": 80}, guards=guards)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_moves_no_weight(stages, monkeypatch):
     accumulate, calls = Learner._accumulate, []
 
@@ -85,6 +90,7 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(stages, monkeypatch):
     assert "loss" not in journal(directory)[2]
 
 
+@pytest.mark.slow
 def test_a_stage_out_of_time_resumes_to_the_same_end(stages):
     settings = {"max_steps": 6, "num_iterations": 2, "save_steps": 100}
     uninterrupted, _ = stages.train("uninterrupted", **settings)

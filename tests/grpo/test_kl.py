@@ -40,6 +40,7 @@ def brute_force_kl(policy, reference, current, temperature):
     return total / tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["base", "stage_start"])
 def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, reference):
     first, _ = stages.train("first", **QUICK)
@@ -61,6 +62,7 @@ def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, refere
     assert measured == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, {"lora": {"lora_dropout": 0.1}}], ids=str)
 def test_measuring_the_kl_does_not_change_the_weights(stages, model):
     results = {every: stages.train(f"every-{every}", **QUICK, kl_every_steps=every, model=model)[0].sha256 for every in (0, 1, 3)}
@@ -71,6 +73,7 @@ def steps_with_kl(directory):
     return [step for step, metrics in enumerate(journal(directory), start=1) if "kl" in metrics]
 
 
+@pytest.mark.slow
 def test_the_kl_is_measured_regularly_also_after_a_resume(stages):
     settings = QUICK | {"max_steps": 8, "kl_every_steps": 3, "save_steps": 2}
     _, uninterrupted = stages.train("uninterrupted", **settings)
@@ -106,6 +109,7 @@ def test_an_update_without_a_live_group_leaves_the_measurement_to_the_next(stage
     assert steps_with_kl(directory)[0] == 2
 
 
+@pytest.mark.slow
 def test_the_kl_guard_stops_a_blow_up_at_beta_0(stages):
     with pytest.raises(TrainingError, match=r"kl_blow_up: kl is .* above 0\.3 over the last 10 updates"):
         stages.train(
@@ -113,6 +117,7 @@ def test_the_kl_guard_stops_a_blow_up_at_beta_0(stages):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "why"),
     [({"kl_every_steps": 0}, "kl_every_steps is 0"), ({"model": {"lora": None}, "learning_rate": 1e-6}, "no reference policy")],

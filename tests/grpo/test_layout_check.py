@@ -56,6 +56,7 @@ def settings(tmp_path):
     return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_that_cannot_share_prompts_says_so_and_trains_without(stages, settings, name):
     given = settings(name)

@@ -131,6 +131,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 def test_the_card_records_what_makes_the_host_wait_as_cuda_does():
     code = (
         "from tests.grpo.pretend_card import CARD, WAITS, card\nimport json, torch\nfound = {}\nwith card():\n"

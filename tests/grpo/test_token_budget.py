@@ -74,6 +74,7 @@ def train(directory):
     return trainer
 
 
+@pytest.mark.slow
 def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
     sizes = {}
     for name, bytes_per_token in (("light", 20_000), ("heavy", 80_000)):
@@ -90,6 +91,7 @@ def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
     assert sizes["heavy"] < sizes["light"] / 3
 
 
+@pytest.mark.slow
 def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, told):
     told(60_000)
     whole = stages.write("whole", **AUTO)
@@ -109,6 +111,7 @@ def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, tol
     assert folder_sha256(cut.final) == folder_sha256(whole.final)
 
 
+@pytest.mark.slow
 def test_another_card_is_measured_again(stages, told):
     told(60_000)
     directory = stages.write(**AUTO)
@@ -120,6 +123,7 @@ def test_another_card_is_measured_again(stages, told):
     assert memory.sizes
 
 
+@pytest.mark.slow
 def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
     told(1, most=0)
     directory = stages.write(**AUTO)
@@ -138,6 +142,7 @@ def served(base_ref):
         found.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, served, tokenizer, tmp_path):
     memory, paths = told(20_000), []
     memory.begin = lambda: paths.append(list(served.paths)) or 0.0

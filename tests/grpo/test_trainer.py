@@ -11,6 +11,7 @@ from tests.grpo.conftest import journal
 from tests.in_process import suite_of
 
 
+@pytest.mark.slow
 def test_on_policy_ratios_are_one_and_the_sampler_agrees_with_the_trainer(train):
     _, directory = train(beta=0.01)
     for line in journal(directory):
@@ -25,6 +26,7 @@ def test_every_metric_of_the_journal_is_in_the_table(train):
     assert [name for line in journal(directory) for name in line if describe(name) is None] == []
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing_but_rounding(train):
     """One microbatch of 8 completions, and eight microbatches of one."""
     together, first = train("together", loss_type="dapo")
@@ -58,6 +60,7 @@ def test_completions_that_are_cut_off_are_masked_only_when_asked(train):
     assert journal(loose)[0]["completions/max_length"] == 6
 
 
+@pytest.mark.slow
 def test_the_completions_table_names_each_completion_once_with_its_rewards(train):
     _, directory = train()
     table = pl.read_parquet(directory.completions(3))
@@ -68,6 +71,7 @@ def test_the_completions_table_names_each_completion_once_with_its_rewards(train
     assert abs(table["advantage"].sum()) < 1e-4
 
 
+@pytest.mark.slow
 def test_kl_to_the_start_begins_at_zero_to_base_not(train):
     first, _ = train("first", learning_rate=1e-2)
     _, near = train("near", start=first.model, beta=0.1, reference="stage_start")
@@ -77,6 +81,7 @@ def test_kl_to_the_start_begins_at_zero_to_base_not(train):
     assert journal(far)[0]["kl"] > 1e-3
 
 
+@pytest.mark.slow
 def test_dead_groups_are_replaced_by_groups_of_further_prompts(train):
     _, plain = train("plain", stage_rewards=["format"])
     _, refilled = train("refilled", stage_rewards=["format"], max_refills=4)
@@ -88,6 +93,7 @@ def test_dead_groups_are_replaced_by_groups_of_further_prompts(train):
     assert "dynamic_sampling/dropped_groups" not in journal(plain)[0]
 
 
+@pytest.mark.slow
 def test_a_reward_for_each_token_makes_an_advantage_for_each_token(train, tmp_path, monkeypatch):
     """Pay every token but the first: from the start the probability of the paid ones rises over that of the first."""
     (tmp_path / "paying.py").write_text(
@@ -114,12 +120,14 @@ def test_a_stage_whose_completions_come_from_another_model_is_stopped(stages):
     assert not directory.result.exists()
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_keeps_the_entropy_higher(train):
     _, plain = train("plain", max_steps=8, learning_rate=5e-3)
     _, bonus = train("bonus", max_steps=8, learning_rate=5e-3, entropy_coef=1.0)
     assert journal(bonus)[-1]["entropy"] > journal(plain)[-1]["entropy"]
 
 
+@pytest.mark.slow
 def test_dead_groups_keep_their_kl_only_when_asked(train):
     first, _ = train("first", learning_rate=1e-2)
     settings = {"start": first.model, "beta": 1.0, "reference": "base", "stage_rewards": ["style"], "length": 2}
@@ -135,6 +143,7 @@ def test_truncated_importance_weights_are_near_one_where_sampler_and_trainer_agr
     assert journal(directory)[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_base_in_four_bits_is_trained_under_its_adapter(train):
     result, directory = train(model={"quantization": "nf4"}, beta=0.01)
     assert (directory.final / "adapter_model.safetensors").stat().st_size == file_size(train)
@@ -150,6 +159,7 @@ def file_size(train):
     return (train("full")[1].final / "adapter_model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_trains_and_the_sampler_stays_near_the_trainer(train, dtype):
     _, directory = train(model={"dtype": dtype})

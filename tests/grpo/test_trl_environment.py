@@ -75,6 +75,7 @@ def scored(tmp_path, monkeypatch):
         return score_groups(suite, played, step=1)
 
 
+@pytest.mark.slow
 def test_a_reward_written_for_trl_sees_what_its_environment_has_become(scored):
     conversations = [completion.conversation for completion in scored.rollout.completions]
     answers = [[message["content"] for message in one.said if message["role"] == "tool"] for one in conversations]

@@ -57,6 +57,7 @@ def run_ranks(settings):
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 def test_processes_share_the_limit_of_requests_at_the_same_time(settings, endpoint):
     endpoint.delay_s = 0.4
     run_ranks(settings(max_concurrency=2))
@@ -64,6 +65,7 @@ def test_processes_share_the_limit_of_requests_at_the_same_time(settings, endpoi
     assert endpoint.most_in_flight <= 2
 
 
+@pytest.mark.slow
 def test_processes_share_the_limit_of_requests_per_minute(settings, endpoint):
     run_ranks(settings(max_requests_per_minute=120.0))
     assert len(endpoint.requests) == 8

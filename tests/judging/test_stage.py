@@ -72,6 +72,7 @@ def test_a_judge_sees_the_whole_conversation_and_a_last_call(settings, endpoint)
     ]
 
 
+@pytest.mark.slow
 def test_an_outage_stops_with_a_checkpoint_and_resumes_the_same(stages, settings, likes_nines):  # noqa: F811
     given = {"stage_rewards": ["taste"], "max_steps": 6, "save_steps": 50}
     whole, first = stages.train("whole", rewards=rewards(settings), **given)

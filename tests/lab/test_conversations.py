@@ -33,6 +33,7 @@ def rows(make_row):
     return [make_row(number, str(number + 1), f"What is {number} + 1?") for number in range(11, 15)]
 
 
+@pytest.mark.slow
 def test_rewards_of_conversations_pass_the_lab_and_are_forecast(run_config, rows, own_module):
     own_module(OWN)
     entries = {"last_turn": {"function": "my_rewards:last_turn"}}

@@ -58,6 +58,7 @@ def checked(tmp_path, monkeypatch):
     return check
 
 
+@pytest.mark.slow
 def test_a_sound_environment_passes_and_so_do_tools(checked):
     assert set(checked(GUESS, environment="own_play:Guess").values()) == {"passed"}
     assert set(checked(TOOLS, tools=["own_play:multiply"]).values()) == {"passed"}
@@ -67,6 +68,7 @@ def test_without_tools_and_environment_there_is_nothing_to_check(checked):
     assert checked("") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "check", "outcome"),
     [

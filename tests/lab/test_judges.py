@@ -59,6 +59,7 @@ def outcomes(findings):
     return {check.check: check.outcome for check in findings.checks if check.function == "taste"}
 
 
+@pytest.mark.slow
 def test_a_judge_scores_probes_and_samples_in_the_lab(lab, endpoint, make_row, tmp_path):
     row = make_row(1, "41", "What is 40 + 1?")
     sample = GroupSample(row.prompt_id, ["good", "bad"], [[1], [2]], ["stop", "stop"])
@@ -69,6 +70,7 @@ def test_a_judge_scores_probes_and_samples_in_the_lab(lab, endpoint, make_row, t
     assert endpoint.requests
 
 
+@pytest.mark.slow
 def test_a_judge_without_sound_verdicts_is_named_before_any_training(lab, endpoint, tmp_path):
     endpoint.opinion = lambda *_: {"points": "many"}
     assert outcomes(lab(gold=gold(tmp_path, LINE)))["verdicts"] == "warned"

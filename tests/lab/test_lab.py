@@ -129,12 +129,14 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
     assert findings.forecasts == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
 def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
     findings = run_lab(run_config({"only": [name]}, lab=SMALL), rows)
     assert failed(findings) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equality", ["exact", "numeric", "math", "choice"])
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     rows = [make_row(line, "B" if equality == "choice" else "42") for line in (1, 2)]
@@ -143,6 +145,7 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     assert failed(findings) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check", "words"),
     [
@@ -173,6 +176,7 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
     assert f"{name}/{check}" in error.fix
 
 
+@pytest.mark.slow
 def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows):
     findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
     check = next(check for check in findings.checks if check.outcome == "failed")
@@ -180,6 +184,7 @@ def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows)
     assert "42 43" in check.completion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "check"), [("somewhere", "gaming"), ("rewards_silence", "order"), ("rewards_silence", "empty")])
 def test_a_stage_whose_sum_pays_for_nothing_is_stopped(run_config, own_module, rows, name, check):
     findings = lab_of(run_config, own_module, {"first": [name]}, rows, functions=[name])
@@ -204,6 +209,7 @@ def test_returning_none_for_some_completions_is_no_fault(run_config, own_module,
     assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", ["speed", "slow/speed"])
 def test_an_ignored_opinion_is_not_reported(run_config, own_module, rows, ignored):
     findings = lab_of(run_config, own_module, {"first": ["slow"]}, rows, functions=["slow"], ignore_checks=[ignored])
@@ -294,6 +300,7 @@ def test_the_report_shows_the_first_failure_and_every_function(run_config, own_m
     assert f"- contract: {FIXES['contract']}" in text
 
 
+@pytest.mark.slow
 def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
     there, back = run_lab(config, rows), run_lab(config, rows[::-1])
@@ -318,6 +325,7 @@ def test_the_wrong_answer_is_wrong(answer, equality):
     assert not answers_equal(wrong_answer(answer, equality), answer, equality)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["train", "test"])
 def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_config, make_row, side):
     lines = (real_data / "gsm8k" / f"{side}.jsonl").read_text(encoding="utf-8").split("\n")
@@ -349,6 +357,7 @@ def test_probes_of_one_row_are_all_different(make_row):
     assert len(texts) == len(set(texts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_opinions_stop_the_run_only_when_the_lab_is_strict(run_config, own_module, rows, strict):
     findings = lab_of(run_config, own_module, {"first": ["rewards_tags"]}, rows, functions=["rewards_tags"], strict=strict)
@@ -356,6 +365,7 @@ def test_opinions_stop_the_run_only_when_the_lab_is_strict(run_config, own_modul
     assert outcomes == {"failed" if strict else "warned"}
 
 
+@pytest.mark.slow
 def test_faults_stop_the_run_without_strict_and_only_warn_when_ignored(run_config, own_module, rows):
     for ignored, outcome in (([], "failed"), (["raises/contract"], "warned")):
         findings = lab_of(
@@ -378,6 +388,7 @@ def test_opinions_are_one_table_with_one_line_and_short_texts(run_config, own_mo
     assert "Not checked: signal" in text
 
 
+@pytest.mark.slow
 def test_a_hang_on_a_text_of_the_configured_length_is_a_fault(run_config, own_module, rows):
     own_module("""
         import time
@@ -428,6 +439,7 @@ STYLE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gold", "order"), [(None, []), ("good", ["warned"]), ("my_rewards:golds", ["warned"])])
 def test_a_task_without_answers_is_tried_and_own_golds_allow_more_checks(run_config, own_module, style_rows, gold, order):
     own_module(STYLE)
@@ -458,6 +470,7 @@ def test_golds_that_cannot_be_found_are_refused(run_config, own_module, style_ro
     assert "lab.gold" in caught.value.place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "completion",
     [

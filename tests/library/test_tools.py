@@ -88,6 +88,7 @@ def test_questions_and_evaluations_are_played_with_the_tools(config):
     assert any(answer["content"] in ("3", "50") for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_fault_of_an_environment_is_a_warning_with_its_question(config, tmp_path):
     (tmp_path / "my_broken.py").write_text(
         "class Broken:\n"

@@ -105,6 +105,7 @@ def ours(name):
     return {"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow", "prefect.resource.name": name}
 
 
+@pytest.mark.slow
 def test_doctor_opens_database_and_artifacts_without_a_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -128,6 +129,7 @@ def test_doctor_opens_database_and_artifacts_without_a_server(tmp_path, monkeypa
     assert artifacts.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("uri", "status"), [("databricks", 1), ("", 0)])
 def test_the_exit_status_of_doctor_says_whether_something_is_wrong(tmp_path, uri, status):
     # A process of its own: other tests leave a Prefect server in the settings of this one.

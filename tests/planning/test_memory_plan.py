@@ -65,6 +65,7 @@ def test_presets_fit_the_card_that_they_name(preset, model, memory, shape):
         assert plan.pass_tokens >= settings.validation.max_prompt_length + settings.rollout.max_completion_length
 
 
+@pytest.mark.slow
 def test_two_nodes_of_a_cluster_are_planned_like_two_processes(shape):
     def sampling(*settings):
         config = load_config(
@@ -135,6 +136,7 @@ def test_planned_weights_are_those_of_the_model():
     assert items["optimizer"] == 2 * items["trained weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("targets", "fuse"),
@@ -167,6 +169,7 @@ def planned(*settings):
     return [{item.what: item.bytes for item in items} for items in (plan.standing, plan.sampling)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "cards", "charged"),
     [
@@ -243,6 +246,7 @@ def test_a_pass_that_waits_for_a_number_is_an_error():
         torch.empty(3, device="meta").sum().item()
 
 
+@pytest.mark.slow
 def test_counts_of_an_update_stay_within_their_limits():
     # Four layers, because the fixed part is small against them; the benchmark counts all 28.
     two, four = (counts.count(layers, counts.MIXED) for layers in (2, 4))
@@ -256,6 +260,7 @@ def test_counts_of_an_update_stay_within_their_limits():
     assert (checkpointed[1].saved - checkpointed[0].saved) / 2 / two.tokens * 28 < 0.10 * counts.MIB
 
 
+@pytest.mark.slow
 def test_a_row_of_the_second_table_is_what_all_layers_give():
     groups = Groups.equal(2, 512, 4, 64)
     row = counts.pass_row("qwen2.5-0.5b", 16, 4, "64", groups)

@@ -22,6 +22,7 @@ def test_the_folded_copy_answers_like_the_policy_with_its_adapter_on(policy):
     torch.testing.assert_close(folded.model(ids).logits, policy.eval()(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_hundred_syncs_leave_the_base_byte_identical(policy):
     before = base_weights(policy)
     folded = FoldedPolicy(policy)
@@ -97,6 +98,7 @@ def test_a_16_bit_base_is_shared_and_a_float32_copy_is_plain(base_ref, policy):
         assert {type(module) for name, module in plain.named_modules() if name.endswith("_proj")} == {nn.Linear}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]], ids=str)
 def test_a_fused_step_follows_an_adapter_that_stays_apart(base_ref, tokenizer, prompts, targets):
     config = ModelConfig(dtype="bfloat16", lora={"target_modules": targets})

@@ -32,6 +32,7 @@ def gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("layout", ["plain", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

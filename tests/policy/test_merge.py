@@ -35,6 +35,7 @@ def merged(spec, tmp_path):
     return merge(spec, tmp_path, device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_merged_model_equals_base_and_adapter_and_loads_with_transformers_alone(spec, tmp_path, policy, dtype):
     spec = spec.model_copy(update={"model": ModelConfig(merged_dtype=dtype)})
@@ -53,6 +54,7 @@ def test_the_merged_model_equals_base_and_adapter_and_loads_with_transformers_al
     assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{dtype}"}
 
 
+@pytest.mark.slow
 def test_a_merged_weight_is_rounded_once_from_float32(spec, tmp_path, policy):
     merged(spec, tmp_path)
     stored = load_file(tmp_path / "model" / "model.safetensors")
@@ -66,6 +68,7 @@ def test_a_merged_weight_is_rounded_once_from_float32(spec, tmp_path, policy):
     assert twice > 0  # rounding the parts first gives other weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "said"), [
     (lambda weight: weight * 3, r"norm (\S+) instead of (\S+)"), (torch.neg, "other values of the same norm"),
     (lambda weight: weight.flip(0), "other values of the same norm"),
@@ -103,6 +106,7 @@ def test_a_merge_that_leaves_a_weight_out_names_it(spec, tmp_path, monkeypatch):
         merged(spec, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_merge_twice_gives_the_same_bytes(spec, tmp_path):
     first = merged(spec, tmp_path / "a")
     assert merged(spec, tmp_path / "b").sha256 == first.sha256
@@ -126,6 +130,7 @@ FOREIGN = {
 """What a base's generation_config.json may hold, and no engine of a training applies."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", [FOREIGN, {"repetition_penalty": 1.5}, {"suppress_tokens": [40, 41, 42, 43]}], ids=len)
 def test_a_merged_model_generates_as_it_was_trained_whatever_its_base_says(spec, tmp_path, foreign):
     base = tmp_path / "base"
@@ -153,6 +158,7 @@ def test_a_merged_model_generates_as_it_was_trained_whatever_its_base_says(spec,
     assert set(found.eos_token_id) >= ends
 
 
+@pytest.mark.slow
 def test_a_saved_model_that_transformers_lets_generate_otherwise_is_refused(spec, tmp_path, monkeypatch):
     honest = merging.generation_of
 
@@ -172,6 +178,7 @@ SYSTEM = "Reply with <reasoning>...</reasoning><answer>...</answer>."
 DEMO_CHATS = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [SYSTEM, None])
 def test_the_merged_model_asks_with_the_trained_system_prompt(spec, tmp_path, prompt):
     figures = merged(spec.model_copy(update={"prompts": DEMO_CHATS, "system_prompt": prompt}), tmp_path)
@@ -182,6 +189,7 @@ def test_the_merged_model_asks_with_the_trained_system_prompt(spec, tmp_path, pr
     assert [answer.messages for answer in figures.answers] == DEMO_CHATS
 
 
+@pytest.mark.slow
 def test_a_template_that_treats_the_first_message_otherwise_is_refused(spec, tmp_path, monkeypatch):
     load = merging.load_tokenizer
 
@@ -196,6 +204,7 @@ def test_a_template_that_treats_the_first_message_otherwise_is_refused(spec, tmp
         merged(spec.model_copy(update={"prompts": DEMO_CHATS, "system_prompt": SYSTEM}), tmp_path)
 
 
+@pytest.mark.slow
 def test_merging_never_holds_two_models(spec, tmp_path, monkeypatch):
     honest, loaded = merging.load_policy, []
 
@@ -234,6 +243,7 @@ def distances(spec, model):
     return [(policy.exp() * (policy - other)).sum(-1).mean().item() ** 0.5 for other in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("updates", "dtype"), [(3, "float32"), (300, "float16"), (3000, "bfloat16")])
 def test_what_a_careful_training_learned_is_in_the_merged_model(tmp_path, updates, dtype):
     spec = careful(tmp_path, updates)
@@ -262,12 +272,14 @@ def test_a_precision_that_loses_learning_is_refused_with_figures(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_policy_that_learned_nothing_is_saved_in_the_shortest_precision(tmp_path):
     figures = merged(careful(tmp_path, 0), tmp_path)
     assert (figures.dtype, figures.kept, figures.base_kl, figures.base_greedy_agreement) == ("bfloat16", 1.0, 0.0, 1.0)
     assert "training changed nothing" in figures.choice()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "dtype"), [(1e-5, "float32"), (1e-2, "bfloat16")])
 def test_a_small_full_training_is_kept_as_well(tmp_path, tokenizer, rate, dtype):
     config = ModelConfig(dtype="bfloat16", lora=None)
@@ -283,6 +295,7 @@ def test_a_small_full_training_is_kept_as_well(tmp_path, tokenizer, rate, dtype)
     assert figures.base_kl > 0
 
 
+@pytest.mark.slow
 def test_float16_is_refused_where_activations_leave_its_range(tmp_path):
     # down(act(gate) * up) is the same when up is 2^14 times as large, and down as much smaller.
     large = AutoModelForCausalLM.from_pretrained(resolve("embedded:base"), dtype=torch.float32)

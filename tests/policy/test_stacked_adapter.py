@@ -111,6 +111,7 @@ def test_an_adapter_over_another_base_than_that_of_the_training_is_refused(chain
         prove_stack(tmp_path / "stack", other, policy, tmp_path / "1" / "model", CHATS)
 
 
+@pytest.mark.slow
 def test_an_adapter_with_more_than_low_rank_matrices_is_refused(chain, base_ref, tmp_path):
     adapters, _ = chain
     file = adapters[0] / "adapter_config.json"

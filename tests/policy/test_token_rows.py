@@ -175,6 +175,7 @@ def test_the_adapter_holds_its_rows_and_no_other_embedding(trained, ref, config,
     torch.testing.assert_close(again(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_merged_folder_equals_base_and_adapter_and_has_the_tokens(trained, ref, config, tmp_path):
     ids, tokenizer = sample(ref, config)
     save_trained(trained, tokenizer, tmp_path / "adapter")

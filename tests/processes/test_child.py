@@ -37,6 +37,7 @@ def test_later_children_are_forked_by_the_server_of_the_first(tmp_path):
     assert len(servers_of(os.getpid())) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_was_prepared_forks_the_first_child(tmp_path):
     for server in Child.idle_servers:
         server.close()
@@ -50,6 +51,7 @@ def test_a_server_that_was_prepared_forks_the_first_child(tmp_path):
     assert len(prepared) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a process that may have opened a GPU is not forked")
 def test_announced_modules_are_imported_once_for_all_children(tmp_path, monkeypatch):
     count = tmp_path / "count"
@@ -65,6 +67,7 @@ def test_announced_modules_are_imported_once_for_all_children(tmp_path, monkeypa
     assert count.read_text() == "once "
 
 
+@pytest.mark.slow
 def test_modules_may_be_announced_to_a_server_that_was_killed(tmp_path):
     prepare_child()
     for server in servers_of(os.getpid()):
@@ -104,6 +107,7 @@ def test_an_interrupted_wait_ends_the_child(tmp_path):
     assert not children_with(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_child_and_its_server_end_when_the_waiting_process_is_killed(tmp_path):
     os.mkfifo(tmp_path / "spec.json")
     program = "import sys, pathlib; from grpo_tasks.processes.child import Child, prepare_child, run_module; "
@@ -118,6 +122,7 @@ def test_the_child_and_its_server_end_when_the_waiting_process_is_killed(tmp_pat
     until(lambda: not any(process.is_running() for process in family))
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced_and_its_child_counts_as_killed(tmp_path):
     os.mkfifo(tmp_path / "spec.json")
 

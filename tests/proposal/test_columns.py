@@ -61,6 +61,7 @@ def test_the_mark_of_a_final_answer_is_found(answers, pattern):
     assert (found and found[0]) == pattern
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truths", "equality"),
     [

@@ -31,6 +31,7 @@ def recorded(database, make_config, make_stage, make_evaluation, data_report):  
     return record
 
 
+@pytest.mark.slow
 def test_the_newest_rejection_run_on_the_data_is_the_baseline(recorded, data_report):
     recorded("1", 0.5, BEST_OF)
     _, baseline = recorded("2", 0.5, BEST_OF)
@@ -45,12 +46,14 @@ def test_the_newest_rejection_run_on_the_data_is_the_baseline(recorded, data_rep
     assert against_rejection(config, run.run_id, "other data") is None
 
 
+@pytest.mark.slow
 def test_a_run_without_grpo_has_no_baseline(recorded, data_report):
     recorded("1", 0.5, BEST_OF)
     config, run = recorded("2", 0.5, BEST_OF)
     assert against_rejection(config, run.run_id, data_report.digest) is None
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_baseline_or_says_that_there_is_none(recorded, results, data_report, tmp_path):
     assert "no run that trained on the same data by rejection sampling" in write_html(results, tmp_path).read_text()
     recorded("1", 0.5, BEST_OF)

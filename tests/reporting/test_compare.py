@@ -130,12 +130,14 @@ def test_only_common_prompts_are_compared():
     assert difference(found, "accuracy").difference == -1.0
 
 
+@pytest.mark.slow
 def test_runs_without_a_common_prompt_have_no_paired_differences(tmp_path):
     found = compare_runs(FIRST, past_run("two", {"z": True}))
     assert (found.prompts, found.figures, found.disagreements) == (0, [], [])
     assert "no paired differences" in write_comparison(found, tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_repeatable(tmp_path):
     first = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "first.html")
     second = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "second.html")
@@ -152,6 +154,7 @@ def test_runs_on_different_data_are_marked(tmp_path):
     assert "The runs used different data" in text
 
 
+@pytest.mark.slow
 def test_a_stage_that_only_one_run_has_is_drawn(tmp_path):
     other = replace(SECOND, curves={"correctness": {REWARD: [(1, 1.0)]}})
     assert "data:image/png" in write_comparison(compare_runs(FIRST, other), tmp_path / "page.html").read_text()

@@ -12,6 +12,7 @@ from tests.reporting.conftest import append
 from tests.reporting.pages import assert_self_contained
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_shows_untrusted_text_as_text(results, tmp_path):
     text = write_html(results, tmp_path).read_text()
     assert_self_contained(text)
@@ -19,6 +20,7 @@ def test_the_page_is_self_contained_and_shows_untrusted_text_as_text(results, tm
     assert text.count("&lt;script&gt;") > 10
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_decision_its_tests_and_the_rejected_rows(results, tmp_path):
     text = write_html(results, tmp_path).read_text()
     for shown in (
@@ -65,6 +67,7 @@ def test_a_gpu_stage_costs_its_hours_energy_and_tokens(results, stage_dir):
     assert total.gpu_hours == pytest.approx(results.stages[0].seconds / 3600)
 
 
+@pytest.mark.slow
 def test_an_event_is_shown_with_its_stage_and_update(results, stage_dir, tmp_path):
     append(stage_dir.events, {"step": 12, "timestamp_ms": 1, "event": "kl_blow_up", "detail": "KL 3.2 is above 0.5"})
     [event] = events_of(results.stages[0])
@@ -91,6 +94,7 @@ def test_without_ground_truths_answers_are_shown_by_their_change_in_reward(resul
     assert by_kind["Lower reward than before"][0].after_verdict == "reward -0.5"
 
 
+@pytest.mark.slow
 def test_the_page_shows_pass_rates_and_left_out_prompts(results, stage_dir, tmp_path):
     hostile = "<script>alert('x')</script>"
     pl.DataFrame(

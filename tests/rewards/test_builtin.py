@@ -115,6 +115,7 @@ GAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
 @given(work=work_text, answer=st.integers(0, 99).map(str))
 def test_no_game_earns_what_honest_work_earns(game, work, answer):
@@ -147,6 +148,7 @@ def test_correctness_reads_the_answer_block_only():
     assert score("correctness", *texts) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_a_million_hostile_characters_take_under_100_ms(name, kind):

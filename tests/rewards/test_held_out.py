@@ -79,6 +79,7 @@ def test_functions_run_in_another_process_and_order_is_kept_over_many_chunks(own
     assert "reward" not in found.columns
 
 
+@pytest.mark.slow
 def test_a_failing_function_stops_or_is_left_out_by_on_error(own_module, make_row, caplog):
     own_module(FUNCTIONS)
     function = {"function": "my_rewards:broken"}
@@ -147,6 +148,7 @@ def played(text, error=None):
     return json.dumps({"prompt": [], "turns": turns, "ending": "error" if error else "done", "error": error, "reward": None})
 
 
+@pytest.mark.slow
 def test_a_conversation_that_failed_has_the_lowest_scores_and_solves_nothing(own_module, make_row):
     own_module(FUNCTIONS)
     run = RunConfig(

@@ -3,6 +3,8 @@
 The parent never waits past the time limit, every deviation is a named fault, and the next call is answered.
 """
 
+import pytest
+
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault
 from tests.processes.waiting import until
 from tests.rewards.processes import server_process
@@ -76,6 +78,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.slow
 def test_writing_to_the_socket_is_a_named_fault(worker_of, make_batch):
     worker = worker_of("writes")
     for text, kind, words in WRITES:
@@ -85,6 +88,7 @@ def test_writing_to_the_socket_is_a_named_fault(worker_of, make_batch):
         assert isinstance(worker.call("writes", make_batch("honest"), 30.0), FunctionScores)
 
 
+@pytest.mark.slow
 def test_bytes_written_between_two_calls_fail_the_next_call_and_no_other(worker_of, make_batch):
     worker = worker_of("writes")
     assert isinstance(worker.call("writes", make_batch("later"), 30.0), FunctionScores)
@@ -101,6 +105,7 @@ def test_a_reply_sent_twice_is_a_fault(worker_of, make_batch):
     assert any(isinstance(outcome, RewardFault) and outcome.kind == "broken" for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_a_function_that_patches_libraries_still_replies_or_is_a_fault(worker_of, make_batch):
     worker = worker_of("patches")
     for _ in range(2):
@@ -108,6 +113,7 @@ def test_a_function_that_patches_libraries_still_replies_or_is_a_fault(worker_of
         assert isinstance(outcome, FunctionScores) or "wrong shape" in outcome.detail
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_read_costs_only_its_limit(worker_of, make_batch):
     worker = worker_of("good")
     server = server_process(worker)

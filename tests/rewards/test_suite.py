@@ -79,6 +79,7 @@ def test_a_failing_function_stops_the_run_by_default_and_is_named(own_module, re
     assert "my_rewards.py:6" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "raw"), [("zero", 0.0), ("skip", np.nan)])
 def test_a_failure_that_does_not_stop_the_run_is_reported_every_time(own_module, rewards_config, make_batch, policy, raw):
     own_module(FUNCTIONS)

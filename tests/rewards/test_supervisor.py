@@ -87,6 +87,7 @@ FUNCTIONS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "greedy_child"])
 def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of, make_batch, name):
     worker = worker_of(name, memory_limit_gb=0.4)
@@ -97,6 +98,7 @@ def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of
     assert isinstance(worker.call(name, make_batch("fine"), 30.0), FunctionScores)
 
 
+@pytest.mark.slow
 def test_the_row_that_takes_the_memory_is_found(worker_of, make_batch):
     assert (
         worker_of("greedy", memory_limit_gb=0.4).find_failing_completion(
@@ -106,6 +108,7 @@ def test_the_row_that_takes_the_memory_is_found(worker_of, make_batch):
     )
 
 
+@pytest.mark.slow
 def test_memory_is_limited_between_calls_too(worker_of, make_batch):
     worker = worker_of("greedy_later", memory_limit_gb=0.4)
     server = server_process(worker)
@@ -143,6 +146,7 @@ def test_a_detached_process_ends_when_the_worker_is_closed(worker_of, make_batch
     assert not psutil.pid_exists(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["grpo_tasks.rewards.serve", "outer supervisor", "inner supervisor"])
 def test_a_detached_process_ends_when_the_worker_or_a_supervisor_is_killed(worker_of, make_batch, victim):
     worker = worker_of("detaches")
@@ -204,6 +208,7 @@ def test_prints_go_to_the_log_and_not_the_terminal(worker_of, make_batch, capfd,
         assert f"by {how}\n" in log
 
 
+@pytest.mark.slow
 def test_a_million_lines_neither_block_the_function_nor_fill_the_log(worker_of, make_batch, tmp_path):
     worker = worker_of("chatty")
     for _ in range(2):

@@ -119,6 +119,7 @@ FUNCTIONS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
@@ -178,6 +179,7 @@ BREACHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "words"), BREACHES)
 def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, kind, words):
     outcome = worker_of(name).call(name, make_batch("good", "bad"), LIMIT_S.get(name, 30.0))
@@ -186,6 +188,7 @@ def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, ki
     assert words in outcome.detail
 
 
+@pytest.mark.slow
 def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_of, make_batch):
     outcome = worker_of("raises_at_length").call("raises_at_length", make_batch("a"), 30.0)
     assert isinstance(outcome, RewardFault)
@@ -193,12 +196,14 @@ def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_o
     assert len(outcome.detail) < 500
 
 
+@pytest.mark.slow
 def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
     outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
     assert isinstance(outcome, RewardFault)
     assert "my_rewards.py:" in outcome.source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raises", "hangs", "segfaults"])
 def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
     completions = ["good"] * 11
@@ -206,6 +211,7 @@ def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
     assert worker_of(name).find_failing_completion(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hangs", "segfaults"])
 def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
     worker = worker_of(name)
@@ -223,6 +229,7 @@ def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
     until(lambda: has_ended(grandchild))
 
 
+@pytest.mark.slow
 def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
     own_module(FUNCTIONS)
     script = """
@@ -264,6 +271,7 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
     assert outcome.scores == [0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "params", "words"),
     [
@@ -331,6 +339,7 @@ def config_elsewhere(tmp_path, monkeypatch):
     return folder / "my.yaml"
 
 
+@pytest.mark.slow
 def test_a_module_next_to_the_config_is_found_from_anywhere(config_elsewhere, make_batch):
     config = load_config(config_elsewhere)
     for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
@@ -357,6 +366,7 @@ def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
     assert outcome.scores == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_trls_accuracy_reward_takes_truth_from_a_column(rewards_config, make_batch):
     config = rewards_config(accuracy={"function": "trl.rewards.accuracy_rewards:accuracy_reward"})
     with RewardWorker(config, ["accuracy"]) as worker:

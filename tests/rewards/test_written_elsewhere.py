@@ -296,6 +296,7 @@ def test_forms_of_well_known_sources_run_unchanged(loaded, batch):
                 assert outcome.scores == pytest.approx(scores), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "given", "sentence"), REFUSED_AT_ONCE)
 def test_what_cannot_be_a_reward_is_refused_when_it_is_loaded(loaded, name, given, sentence):
     with pytest.raises(ConfigError) as caught, loaded([(name, given)]):
@@ -383,6 +384,7 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert index == 3
 
 
+@pytest.mark.slow
 def test_factories_of_trl_run_with_params(rewards_config, make_batch):
     function = "trl.rewards.other_rewards:get_soft_overlong_punishment"
     config = rewards_config(soft={"function": function, "params": {"max_completion_len": 4, "soft_punish_cache": 2}})

@@ -44,6 +44,7 @@ def of_another_stage(policy):
     return FoldedPolicy(moved(new_policy(ModelRef(path="embedded:base"), dtype, seed=2), 0.05))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::schemas.errors.Notice")
 @pytest.mark.parametrize(("dtype", "planted"), [
     ("float32", stuck), ("bfloat16", stuck), ("float16", stuck), ("float32", of_another_stage), ("bfloat16", of_another_stage),
@@ -57,6 +58,7 @@ def test_the_local_engine_refuses_a_copy_that_lags(base_ref, tokenizer, monkeypa
         LocalEngine(policy, tokenizer).generate(requests, ONE_TOKEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_calibration_weights_move_a_new_policy_and_leave_it(base_ref, dtype):
     policy, drawn = new_policy(base_ref, dtype), torch.random.get_rng_state()
@@ -100,6 +102,7 @@ def test_names_are_exchanged_at_their_beginning_only(policy, tmp_path):
     assert "meta-llama/x, is not on this machine" in without_match(tmp_path / "adapter", "meta-llama/x")
 
 
+@pytest.mark.slow
 def test_noise_raises_no_alarm_and_hides_no_bad_sampler():
     """Both sides round: sampler and trainer have noise of their own, the trainer's in the shift that is wanted too."""
     generator, noise = torch.Generator().manual_seed(5), 0.05

@@ -94,6 +94,7 @@ def test_deterministic_algorithms_are_off_while_tokens_are_sampled_and_on_again_
     assert not any(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}], ids=["plain", "truncated"])
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_of_a_bucket_repeat_operations_shapes_and_addresses(model, settings, tokenizer):
@@ -123,6 +124,7 @@ def test_steps_of_a_bucket_repeat_operations_shapes_and_addresses(model, setting
     assert same > len(steps) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ROTATED)
 def test_steps_in_which_the_host_waits_are_not_captured(model, tokenizer):
     engine, found = engine_of(model, tokenizer, GPU, fuse_kernels=False), set()
@@ -155,6 +157,7 @@ def test_a_cache_grows_and_shrinks_layer_by_layer():
         assert memory.peak < 1.1 * full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -180,6 +183,7 @@ def test_the_buckets_of_a_gpu_give_the_completions_of_a_cpu(model, settings, tok
         assert one.policy_logprobs == pytest.approx(other.policy_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("model", ROTATED)
 def test_a_fused_step_draws_what_the_models_own_step_draws(model, temperature, tokenizer):
@@ -211,6 +215,7 @@ def test_a_step_needs_few_kernels_and_syncs_a_rollout_one_capture():
     assert counts["captures_per_rollout"] == 1
 
 
+@pytest.mark.slow
 def test_a_cpu_multiplies_all_matrices_of_a_batch_at_once(policy, tokenizer, prompts):
     engine = LocalEngine(policy, tokenizer)
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts) for _ in range(4)]

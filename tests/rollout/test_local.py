@@ -39,6 +39,7 @@ def test_sampled_logprobs_are_the_trainers(engine, policy, prompts, requests):
     torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), sampled, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_completion_comes_out_the_same_whatever_the_batch(engine, requests):
     together = engine.generate(requests, sampling())
     assert engine.generate(requests[9:10], sampling())[0].token_ids == together[9].token_ids
@@ -67,6 +68,7 @@ def test_an_ended_turn_is_a_stop_a_cut_is_length(engine, tokenizer, requests):
         assert len(completion.logprobs) == len(completion.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["</reasoning>", " ", "is", "</answer>"])
 @pytest.mark.parametrize("include", [True, False])
 def test_a_stop_string_ends_a_completion_at_its_first_place(engine, tokenizer, requests, stop, include):
@@ -96,6 +98,7 @@ def test_stop_token_ids_end_a_completion_and_stay_in_it(engine, tokenizer, reque
         assert completion.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_new_weights_are_sampled_from_only_after_a_sync(engine, policy, requests):
     before = [c.token_ids for c in engine.generate(requests, sampling())]
     with torch.no_grad():
@@ -115,6 +118,7 @@ def widened_engine(widened):
     return engine, tokenizer, requests, engine.generate(requests, sampling())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(15))
 def test_stop_strings_with_added_tokens_mean_what_the_reference_says(widened_engine, case):
     engine, tokenizer, requests, free = widened_engine
@@ -123,6 +127,7 @@ def test_stop_strings_with_added_tokens_mean_what_the_reference_says(widened_eng
     assert_stops(engine, tokenizer, requests, free, sampling(**cases[case]))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_the_text_of_any_tokens_with_any_stop_string_is_the_references(widened_engine, data):
@@ -142,6 +147,7 @@ def test_the_text_of_any_tokens_with_any_stop_string_is_the_references(widened_e
     assert (ended or len(ids), rule.text(cut)) == (len(cut), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"min_p": 0.1}, {"repetition_penalty": 1.3}, {"min_p": 0.05, "repetition_penalty": 1.2}], ids=str
 )
@@ -160,6 +166,7 @@ def test_a_penalised_or_truncated_completion_is_compared_by_the_policys_own_prob
     assert [c.token_ids for c in small] == [c.token_ids for c in drawn]
 
 
+@pytest.mark.slow
 def test_a_penalised_greedy_completion_equals_generate_of_transformers(engine, policy, tokenizer, prompts):
     ours = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0, repetition_penalty=1.25))
     plain = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0))

@@ -145,6 +145,7 @@ def test_an_overloaded_server_rests_and_nothing_is_lost(servers, policy, tokeniz
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_foreign_server_that_somebody_restarted_gets_the_policy_again(servers, policy, tokenizer, prompts, wanted, tmp_path):
     config = small_config(base_urls=[servers[0].address])
     [foreign] = existing_servers(config, adapters=True)
@@ -158,6 +159,7 @@ def test_a_foreign_server_that_somebody_restarted_gets_the_policy_again(servers,
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_absent_foreign_server_joins_when_it_answers(
     servers, policy, tokenizer, prompts, wanted, tmp_path, caplog, monkeypatch
 ):
@@ -217,6 +219,7 @@ def test_a_server_that_takes_no_weights_is_refused_early(servers, base_ref, toke
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_restarted_or_joins_shows_it_again(servers, base_ref, tokenizer, prompts, tmp_path):
     policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=3)
     engine = engine_of(servers[:1], policy, tokenizer, tmp_path, max_restarts=3)
@@ -235,6 +238,7 @@ def test_a_server_that_is_restarted_or_joins_shows_it_again(servers, base_ref, t
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_with_another_policy_serves_nothing(servers, policy, tokenizer, prompts, wanted, tmp_path):
     engine = engine_of(servers, policy, tokenizer, tmp_path)
     engine.sync()

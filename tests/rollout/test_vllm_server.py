@@ -50,6 +50,7 @@ def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced
         assert counts(server)["dev_mode"] == opens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "merged"), [("float32", True), ("bfloat16", False), ("float16", False)])
 def test_a_small_update_is_not_rounded_away_for_a_server(base_ref, tokenizer, tmp_path, dtype, merged):
     """What 16 bits leave of a small update is measured in tests/policy/test_folded_adapter.py."""

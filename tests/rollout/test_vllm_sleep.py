@@ -108,6 +108,7 @@ def held(policy, activation):
     return sum(parameter.grad is not None for parameter in policy.parameters()), activation() is not None
 
 
+@pytest.mark.slow
 def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(server, policy, tokenizer, tmp_path, monkeypatch):
     engine, freed = engine_on(server, policy, tokenizer, tmp_path), []
     engine.sync()
@@ -130,6 +131,7 @@ def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(server, poli
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_is_left_awake(server, policy, tokenizer, tmp_path):
     engine = engine_on(server, policy, tokenizer, tmp_path)
     engine.sync()
@@ -138,6 +140,7 @@ def test_a_server_is_left_awake(server, policy, tokenizer, tmp_path):
     assert server.paths == [*CALIBRATE, LOAD, PROBE, "/sleep?level=1", WAKE, UNLOAD]
 
 
+@pytest.mark.slow
 def test_waking_up_is_tried_again_as_often_as_servers_are_started_again(server, policy, tokenizer, tmp_path):
     engine = engine_on(server, policy, tokenizer, tmp_path)
     engine.sync()

@@ -153,6 +153,7 @@ def test_a_policy_received_during_a_load_is_served_next(elsewhere, policy, token
         engine.close()
 
 
+@pytest.mark.slow
 def test_what_does_not_arrive_whole_is_never_loaded(tmp_path):
     content, sha256 = b"weights" * 1000, hashlib.sha256(b"weights" * 1000).hexdigest()
     with receiver(tmp_path / "theirs") as (address, _):
@@ -188,6 +189,7 @@ def cut_off(content):
     raise ConnectionAbortedError
 
 
+@pytest.mark.slow
 def test_a_receiver_with_a_key_refuses_everybody_else(elsewhere, policy, tokenizer, tmp_path, monkeypatch):
     with receiver(tmp_path / "theirs", key="right") as (address, _):
         for key in ("", "Bearer wrong", "right"):
@@ -199,6 +201,7 @@ def test_a_receiver_with_a_key_refuses_everybody_else(elsewhere, policy, tokeniz
         assert httpx.get(f"{address}/weights", headers={"Authorization": "Bearer right"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_without_a_key_other_machines_and_web_pages_cannot_send_weights(tmp_path):
     call = [sys.executable, "-m", "flows.cli", "weights-server", str(tmp_path / "theirs"), "--host", "0.0.0.0"]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
@@ -210,6 +213,7 @@ def test_without_a_key_other_machines_and_web_pages_cannot_send_weights(tmp_path
             assert httpx.delete(f"{address}/weights/policy", headers=headers).status_code == 403
 
 
+@pytest.mark.slow
 def test_each_server_needs_a_receiver_and_an_absent_one_is_named(elsewhere):
     with pytest.raises(ValueError, match="one for each"):
         VllmConfig(base_urls=["http://a:1", "http://b:1"], weights_urls=["http://a:2"])

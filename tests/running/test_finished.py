@@ -78,6 +78,7 @@ def test_one_flipped_or_missing_byte_of_any_output_makes_it_unfinished(folder, n
     assert finished_result(StageResult, folder) is None
 
 
+@pytest.mark.slow
 def test_every_single_byte_of_the_result_is_sealed(folder):
     path = folder / "result.json"
     whole = path.read_bytes()

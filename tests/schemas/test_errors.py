@@ -59,6 +59,7 @@ def read(lines, folder):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_error_survives_a_process_that_does_not_know_it(tmp_path):
     kinds = [getattr(importlib.import_module(module), name) for module, name in family()]
     assert {"NotFiniteError", "ServerGoneError", "ConfigError"} <= {kind.__name__ for kind in kinds}

@@ -70,6 +70,7 @@ def read():
     return reads("flows", "grpo_tasks", "schemas") - reads("schemas")
 
 
+@pytest.mark.slow
 def test_every_field_of_a_config_is_read_by_the_pipeline(read):
     used = set(read) | BY_NAME | {field for field, through in THROUGH.items() if through in read}
     dead = [

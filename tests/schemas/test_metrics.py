@@ -43,6 +43,7 @@ def literals(path):
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_no_metric_is_named_by_a_literal_outside_of_the_table():
     found = []
     for package in ("flows", "grpo_tasks", "schemas"):

@@ -214,6 +214,7 @@ UNITS = ("://", "a:@/", "?a", "x://a:", "-----BEGIN ", "-----BEGIN PRIVATE KEY--
 UNITS += ("A_=", "a='", "password=", "cookie: a", "bearer a", "sk-", "eyJ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_hiding_reads_a_long_text_once(unit):
     # A pattern that goes back and forth would take hours here.

@@ -30,6 +30,7 @@ def sections():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [path.stem for path in PRESETS.glob("*.yaml")])
 def test_a_presets_form_values_fit_the_forms_schema_and_mean_the_preset(preset):
     values = form_values(read_tree(preset), RunConfig)

@@ -126,6 +126,7 @@ def test_a_chain_that_leads_back_under_another_spelling_is_refused(tmp_path):
         load_config(tmp_path / "a.yaml")
 
 
+@pytest.mark.slow
 def test_an_error_repeats_little_of_what_was_typed():
     for text in ("x" * 20_000_000, "y\n" * 500_000, "z" * 20_000_000 + "; the end"):
         error = DataError(text, place=text, fix=text)

@@ -35,6 +35,7 @@ def weights(state):
     return {name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize("lora", [True, False])
 def test_resuming_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora, optim):

@@ -231,6 +231,7 @@ def test_thresholds_are_parameters_and_fields_of_their_own(capsys, monkeypatch):
 ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}
 
 
+@pytest.mark.slow
 @given(st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=8), st.integers(0, 3))
 def test_guards_accept_metrics_that_are_missing_for_a_while(tmp_path_factory, missing, bad):
     """An update whose groups are all dead has no KL and no entropy; a reward that is not asked has no success."""

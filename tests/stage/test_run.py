@@ -11,6 +11,7 @@ def spec_of(stages, **settings):
     return StageSpec.load(stages.write("written", max_steps=2, **settings).spec)
 
 
+@pytest.mark.slow
 def test_a_child_process_and_this_process_train_the_same_weights(stages, tmp_path):
     spec, ticks = spec_of(stages), []
     here = run_stage(spec, tmp_path / "here", in_process=True)
@@ -20,6 +21,7 @@ def test_a_child_process_and_this_process_train_the_same_weights(stages, tmp_pat
     assert child.directory == tmp_path / "a folder" / "child"
 
 
+@pytest.mark.slow
 def test_a_finished_stage_is_only_read(stages, tmp_path):
     spec = spec_of(stages)
     first = run_stage(spec, tmp_path / "done", in_process=True)

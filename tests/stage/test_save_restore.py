@@ -1,5 +1,7 @@
 """What a checkpoint holds besides weights and optimizer."""
 
+import pytest
+
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.stage.watch import RollBack
 from tests.grpo.conftest import journal
@@ -7,6 +9,7 @@ from tests.grpo.test_guards import events
 from tests.in_process import suite_of
 
 
+@pytest.mark.slow
 def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(stages):
     adaptive = {"functions": {"format": {"adaptive": {}}}}
     _, directory = stages.train("stopped", max_steps=2, save_steps=1, rewards=adaptive)

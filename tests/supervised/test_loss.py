@@ -37,6 +37,7 @@ def two_turns(number, extra):
     return {"solution": [{"role": "assistant", "content": said}, more, {"role": "assistant", "content": str(number + 1)}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", ["one", "several"])
 def test_the_loss_is_that_of_transformers_on_the_masked_labels(sums, tokenizer, model, turns):
     if turns == "several":
@@ -62,6 +63,7 @@ def test_the_token_accuracy_is_the_share_of_greedy_tokens(sums, tokenizer, model
     assert journal(directory)[0]["token_accuracy"] == pytest.approx(right / total, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_accumulation_and_packing_by_tokens_change_nothing_but_rounding(sums):
     _, together = sums.train("together", max_steps=3)
     _, apart = sums.train("apart", max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=8)
@@ -88,6 +90,7 @@ def test_only_the_assistants_turns_are_trained_each_with_its_end(tokenizer):
     ).removesuffix("\n")
 
 
+@pytest.mark.slow
 def test_tokens_and_loss_are_those_of_trls_trainer(sums, tokenizer, tmp_path):
     pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")

@@ -69,6 +69,7 @@ def test_a_conversation_that_failed_is_never_kept_whatever_its_score():
     assert chosen_completions(rollout, stage(keep_completions=2)) == [1]
 
 
+@pytest.mark.slow
 def test_training_on_the_best_completions_raises_the_reward(sums):
     result, directory = sums.train(
         kind="rejection", max_steps=15, learning_rate=3e-3, num_generations=8, per_device_train_batch_size=64
@@ -104,6 +105,7 @@ def test_an_update_without_any_kept_completion_moves_nothing(sums):
     assert all(torch.equal(start[name], end[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_several_updates_train_on_one_rollout(sums):
     result, directory = sums.train(kind="rejection", max_steps=4, num_iterations=2)
     lines = journal(directory)

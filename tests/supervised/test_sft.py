@@ -15,6 +15,7 @@ from schemas.metrics import describe
 from tests.grpo.conftest import journal
 
 
+@pytest.mark.slow
 def test_demonstrations_teach_the_policy(sums):
     result, directory = sums.train(max_steps=12, learning_rate=3e-3)
     lines = journal(directory)
@@ -42,6 +43,7 @@ def test_several_solutions_of_one_question_are_all_trained_on(sums):
     assert sorted(text for text in trained if text.startswith("way")) == ["way 1", "way 2", "way 3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [4, 8])
 def test_a_stage_that_was_killed_ends_in_the_same_bytes(sums, killed_at):
     settings = {"max_steps": 10, "save_steps": 2, "save_total_limit": 10, "model": {"lora": {"r": 4, "lora_dropout": 0.1}}}
@@ -61,6 +63,7 @@ def test_a_stage_that_was_killed_ends_in_the_same_bytes(sums, killed_at):
     assert figures == [{name: line[name] for name in ("loss", "grad_norm", "token_accuracy")} for line in journal(killed)]
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_evaluated_by_the_rewards_of_the_stage(sums):
     result, directory = sums.train(
         max_steps=4, eval_steps=2, num_eval_prompts=4, learning_rate=3e-3, stage_rewards=["format", "correctness"]

@@ -110,6 +110,7 @@ def test_commas_inside_brackets_and_quotes_belong_to_the_value(values):
     assert Axis.of("a.b=" + ",".join(values)).values == tuple(values)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), seeds=st.integers(2, 3))
 def test_a_grid_is_the_product_of_its_axes(sizes, seeds):

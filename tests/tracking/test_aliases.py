@@ -110,6 +110,7 @@ def test_a_version_that_is_restored_is_not_called_rolled_back_any_more(tracking,
     assert ROLLED_BACK_TAG in client.get_model_version("m", "1").tags
 
 
+@pytest.mark.slow
 def test_a_version_that_was_never_promoted_says_how_it_became_the_champion(tracking, client):
     client.set_model_version_tag("m", "1", DECISION_TAG, "not better")
     write_card(client, "m", "1", CARD.format("not better"))

@@ -108,6 +108,7 @@ def assert_says(config, word, reason):
     assert tags[NOTE].endswith("Stages: format, correctness.")
 
 
+@pytest.mark.slow
 def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(waiting):
     config, again = waiting
     assert aliases(config) == {"champion": "1", "challenger": "2"}
@@ -123,6 +124,7 @@ def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(wait
         decide_pending(f"{config.registered_model}/2", Approval(decision="reject"), config.tracking)
 
 
+@pytest.mark.slow
 def test_a_waiting_version_is_compared_again_after_another_promotion(waiting, publish_one):
     config, again = waiting
     name = config.registered_model
@@ -134,6 +136,7 @@ def test_a_waiting_version_is_compared_again_after_another_promotion(waiting, pu
     assert not is_overtaken(name, "3", config.tracking)
 
 
+@pytest.mark.slow
 def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):
     config, again = waiting
     command = [
@@ -155,6 +158,7 @@ def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):
     assert aliases(config) == {"champion": "1", "challenger": "2"}
 
 
+@pytest.mark.slow
 def test_an_approval_is_refused_when_another_version_became_champion_meanwhile(waiting):
     config, _ = waiting
     client, name = MlflowClient(config.tracking.tracking_uri), config.registered_model
@@ -164,6 +168,7 @@ def test_an_approval_is_refused_when_another_version_became_champion_meanwhile(w
         decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking)
 
 
+@pytest.mark.slow
 def test_a_person_promotes_the_model_that_was_shown_and_no_other(waiting):
     config, _ = waiting
     client, name = MlflowClient(config.tracking.tracking_uri), config.registered_model

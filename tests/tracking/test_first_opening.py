@@ -87,6 +87,7 @@ def run_names(uri):
     return [run.info.run_name for run in client.search_runs(experiments)]
 
 
+@pytest.mark.slow
 def test_a_store_killed_in_its_creation_is_created_by_the_next(uri, file):
     work = partial(audited, connect, uri=uri)
     for statement in (2, 40, 300):
@@ -99,10 +100,12 @@ def test_a_store_killed_in_its_creation_is_created_by_the_next(uri, file):
     assert [path.name for path in file.parent.iterdir() if not path.is_dir()] == ["mlflow.db"]
 
 
+@pytest.mark.slow
 def test_several_processes_can_open_a_new_store_at_once(uri):
     assert at_once(4, partial(connect, uri)) == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_runs", "CREATE TABLE registered_models"])
 def test_a_store_without_runs_is_usable_after_a_killed_migration_in_place(uri, words):
     kill_migration(uri, words)
@@ -117,6 +120,7 @@ def make_irreparable(file):
         connection.commit()
 
 
+@pytest.mark.slow
 def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_name(uri, file, caplog):
     migrate_in_place(uri, OLD)
     make_irreparable(file)
@@ -126,6 +130,7 @@ def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_na
     assert "a new store replaces it" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_older_mlflow_store_is_migrated_completely_or_not_at_all(old_store, uri, file):
     shutil.copy(old_store, file)
     before = file.read_bytes()

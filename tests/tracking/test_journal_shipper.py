@@ -47,6 +47,7 @@ def steps_of(child, metric="reward"):
     return [step for step, _, _ in history(child.store.client, child.run_id, metric)]
 
 
+@pytest.mark.slow
 def test_identical_metrics_sent_twice_are_stored_once(child):
     metrics = [Metric("reward", 0.1 * step, STARTED_MS + step, step) for step in range(1, 30)]
     for _ in range(2):

@@ -31,6 +31,7 @@ def offered(run, proof, evaluation, *, log=log_model, **options):
     return publish(run, proof, tests=tests, evaluation=evaluation, log=log, prove=lambda _: None, **{"champion": None} | options)
 
 
+@pytest.mark.slow
 def test_a_version_without_files_is_never_registered(database, publish_one, tmp_path):
     config = publish_one(database, "1")
     shutil.move(tmp_path / "mlruns", tmp_path / "elsewhere")
@@ -57,6 +58,7 @@ def test_artifacts_that_a_moved_project_has_left_behind_are_said(database, make_
         assert f"in {tmp_path}/mlruns" in run.said_about_files()
 
 
+@pytest.mark.slow
 def test_a_champion_without_its_run_is_named_and_runs_continue(database, publish_one, make_config, make_merge, make_evaluation):
     config = publish_one(database, "1")
     name, run_id = config.registered_model, current_champion(open_store(config.tracking), config.registered_model).run_id
@@ -99,6 +101,7 @@ def test_a_name_without_a_champion_never_reaches_the_hub(database, publish_one, 
             client.delete_model_version(config.registered_model, "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "versions"), [(1, 0), (2, 1)])
 def test_a_run_ended_by_others_while_publishing_moves_no_alias(
     database, make_config, make_merge, make_evaluation, asked, versions

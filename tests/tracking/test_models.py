@@ -20,6 +20,7 @@ from schemas.errors import ModelError
 from .conftest import flip_byte, published, verdict
 
 
+@pytest.mark.slow
 def test_the_champion_is_fetched_once_and_completely(server, make_config, make_merge, make_evaluation, tmp_path):
     config, proof = make_config(server), make_merge()
     name = config.registered_model
@@ -56,6 +57,7 @@ def test_an_alias_on_something_else_than_a_model_is_refused(database, make_confi
             refused(config.registered_model, config.tracking)
 
 
+@pytest.mark.slow
 def test_a_download_is_complete_and_refuses_a_folder_with_other_files(any_store, publish_one, tmp_path):
     config = publish_one(any_store, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
@@ -70,6 +72,7 @@ def test_a_download_is_complete_and_refuses_a_folder_with_other_files(any_store,
     assert (tmp_path / "other" / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_keeps_its_complete_files(server, publish_one, tmp_path, monkeypatch):
     config = publish_one(server, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
@@ -96,6 +99,7 @@ def test_an_interrupted_download_keeps_its_complete_files(server, publish_one, t
     assert set(wanted) == set(again) | set(fetched)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_in_the_store_is_refused(database, publish_one, tmp_path):
     config = publish_one(database, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
@@ -106,6 +110,7 @@ def test_a_file_that_was_changed_in_the_store_is_refused(database, publish_one, 
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.slow
 def test_a_manifest_cannot_write_outside_the_folder(database, publish_one, tmp_path):
     config = publish_one(database, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
@@ -116,6 +121,7 @@ def test_a_manifest_cannot_write_outside_the_folder(database, publish_one, tmp_p
         fetch_version(version, config.tracking, tmp_path / "mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["tag", "manifest", "file"])
 def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     changed, database, make_config, make_merge, make_evaluation, tmp_path
@@ -140,6 +146,7 @@ def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.slow
 def test_a_fetched_champion_that_was_changed_on_disk_is_fetched_again(
     database, make_config, make_merge, make_evaluation, tmp_path
 ):

@@ -23,6 +23,7 @@ def tracking(database):
     return TrackingConfig(tracking_uri=database)
 
 
+@pytest.mark.slow
 def test_runs_behind_a_sweep_of_many_pages_are_found(client, tracking):
     experiment = client.create_experiment("e")
     parents = [
@@ -63,6 +64,7 @@ def test_a_version_whose_run_was_removed_for_good_is_listed_without_figures(clie
     assert (line.version, line.run_id, line.figures) == ("1", run.info.run_id, {})
 
 
+@pytest.mark.slow
 def test_checkpoints_and_held_out_sets_of_later_pages_are_known(client, tracking):
     experiment = client.create_experiment("e")
     run = RunHandle(open_store(tracking), client.create_run(experiment))

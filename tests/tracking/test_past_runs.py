@@ -40,6 +40,7 @@ def test_settings_curves_samples_and_questions_come_back(recorded):
     assert run.data_digest == "abc123" * 10 + "abcd"
 
 
+@pytest.mark.slow
 def test_a_run_is_found_by_id_or_name(recorded):
     tracking = recorded.config.tracking
     for reference in (recorded.run_id[:10], recorded.config.name):

@@ -18,6 +18,7 @@ def journals(tmp_path):
     return [("format", tmp_path / "format.jsonl"), ("correctness", tmp_path / "correctness.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_stage_has_one_figure_per_plot_it_has_metrics_for(journals, tmp_path):
     files = plots.plot_stage(journals[0][1], tmp_path / "plots")
     assert {file.stem for file in files} == {
@@ -59,6 +60,7 @@ def test_stages_are_joined_one_after_another(journals):
     assert [len(steps) for steps, _ in pieces] == [60, 200]
 
 
+@pytest.mark.slow
 def test_the_overview_is_drawn_and_the_same_journals_give_the_same_bytes(journals, tmp_path):
     first = plots.plot_overview(journals, tmp_path / "a" / "overview.png")
     second = plots.plot_overview(journals, tmp_path / "b" / "overview.png")

@@ -71,6 +71,7 @@ def test_a_model_with_the_champions_bytes_does_not_replace_it():
     assert "same bytes" in decision.reason
 
 
+@pytest.mark.slow
 def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     any_store, make_config, make_merge, make_evaluation
 ):
@@ -118,6 +119,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     assert "there was no champion" in client.get_model_version(name, "1").tags["grpo.decision"]
 
 
+@pytest.mark.slow
 def test_the_adapter_is_published_next_to_the_merged_model(any_store, make_config, make_merge, make_evaluation, tmp_path):
     config, proof = make_config(any_store), make_merge("1")
     published(config, make_evaluation, proof)
@@ -138,6 +140,7 @@ def test_an_adapter_other_than_the_merged_one_is_not_published(database, make_co
     assert MlflowClient(database).search_model_versions(f"name = '{config.registered_model}'") == []
 
 
+@pytest.mark.slow
 def test_killed_between_logging_and_registering_stores_the_model_once(
     database, make_config, make_merge, make_evaluation, monkeypatch
 ):
@@ -161,6 +164,7 @@ def test_killed_between_logging_and_registering_stores_the_model_once(
     assert len(client.search_model_versions(f"name = '{config.registered_model}'")) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_upload_is_repeated_and_the_model_stored_once(server, make_config, make_merge, make_evaluation):
     config, client, tried = make_config(server), MlflowClient(server), []
 
@@ -219,6 +223,7 @@ def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
     assert "ANSWER" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_not_published_and_the_old_stays(database, make_config, make_merge, make_evaluation, tmp_path):
     config, client, proof = make_config(database), MlflowClient(database), make_merge()
     assert published(config, make_evaluation, proof).version == "1"
@@ -251,6 +256,7 @@ def test_a_model_that_changes_while_it_is_uploaded_is_not_registered(database, m
     assert client.search_model_versions(f"name = '{config.registered_model}'") == []
 
 
+@pytest.mark.slow
 def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_merge, make_evaluation, tmp_path):
     config, proof = make_config(database), make_merge()
     published(config, make_evaluation, proof)
@@ -263,6 +269,7 @@ def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_
         published(config, make_evaluation, proof)
 
 
+@pytest.mark.slow
 def test_a_second_decision_replaces_the_first(database, make_config, make_merge, make_evaluation):
     config, client, evaluation = make_config(database), MlflowClient(database), make_evaluation("merged", 0.9)
     name, passed = config.registered_model, [result_of("base", better=True), result_of("champion", better=True)]

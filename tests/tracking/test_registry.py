@@ -23,6 +23,7 @@ def aliases(config):
     return {alias: str(version) for alias, version in found.items()}
 
 
+@pytest.mark.slow
 def test_aliases_name_the_champion_the_previous_one_and_the_challenger(any_store, publish_one):
     config = publish_one(any_store, "1")
     assert aliases(config) == {"champion": "1"}
@@ -32,6 +33,7 @@ def test_aliases_name_the_champion_the_previous_one_and_the_challenger(any_store
     assert aliases(config) == {"champion": "3", "previous": "1", "challenger": "2"}
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_aliases_loses_no_version(database, publish_one, monkeypatch):
     config = publish_one(database, "1")
     set_alias = MlflowClient.set_registered_model_alias
@@ -50,6 +52,7 @@ def test_a_kill_between_two_aliases_loses_no_version(database, publish_one, monk
     assert aliases(config) == {"champion": "2", "previous": "1"}
 
 
+@pytest.mark.slow
 def test_rollback_restores_the_previous_champion_for_good(any_store, publish_one):
     config = publish_one(any_store, "1")
     name = config.registered_model
@@ -67,6 +70,7 @@ def test_rollback_restores_the_previous_champion_for_good(any_store, publish_one
         rollback(name, to="1", reason="", tracking=config.tracking)
 
 
+@pytest.mark.slow
 def test_rolled_back_bytes_are_not_promoted_until_restored(database, publish_one):
     config = publish_one(database, "1")
     name, tracking = config.registered_model, config.tracking
@@ -84,6 +88,7 @@ def test_rolled_back_bytes_are_not_promoted_until_restored(database, publish_one
     assert aliases(config)["champion"] == "2", "the bytes are wanted again, and beat the champion"
 
 
+@pytest.mark.slow
 def test_a_challenger_that_becomes_champion_by_rollback_is_no_longer_a_challenger(database, publish_one):
     config = publish_one(database, "1")
     publish_one(database, "2", better=False)
@@ -130,6 +135,7 @@ def with_figures(report, **values):
     return report.model_copy(update={"metrics": figures})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [1, 4])
 @pytest.mark.parametrize(("base_is_behind", "has_champion"), [(True, True), (False, True), (False, False)])
 def test_of_a_thousand_equal_candidates_at_most_about_alpha_are_promoted(num_samples, base_is_behind, has_champion):
@@ -147,6 +153,7 @@ def test_of_a_thousand_equal_candidates_at_most_about_alpha_are_promoted(num_sam
     assert promoted <= simulations * alpha + 3.1 * (simulations * alpha * (1 - alpha)) ** 0.5
 
 
+@pytest.mark.slow
 def test_lineage_leads_from_a_version_to_run_data_config_and_environment(any_store, publish_one):
     config = publish_one(any_store, "1")
     found = lineage_of(f"models:/{config.registered_model}@champion", config.tracking)
@@ -174,6 +181,7 @@ def test_a_versions_origin_is_one_tag_and_older_are_read(database, publish_one):
     assert (old.adapter_sha256, old.code_sha256, old.config_sha256) == ("a" * 64, "c" * 64, "")
 
 
+@pytest.mark.slow
 def test_the_error_for_an_unknown_model_or_alias_lists_the_existing_ones(database, publish_one):
     config = publish_one(database, "1")
     with pytest.raises(ModelError) as caught:

@@ -113,6 +113,7 @@ def test_a_key_finds_its_run_and_fresh_makes_another(config):
     assert first.handle.store.client.get_run(first.run_id).data.tags[KEY_TAG] == "same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "status"),
     [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")],
@@ -223,6 +224,7 @@ def test_the_probes_of_the_lab_are_a_table_with_shortened_texts(config, client, 
     assert client.get_run(run.run_id).data.metrics["lab/format/share_with_signal"] == 0.75
 
 
+@pytest.mark.slow
 def test_a_stage_is_a_child_run_with_everything_of_its_folder(config, client, make_stage):
     stage = make_stage(config)
     with open_run(config, key="stage") as run:
@@ -246,6 +248,7 @@ def test_a_stage_is_a_child_run_with_everything_of_its_folder(config, client, ma
     assert len(table["data"]) == 6
 
 
+@pytest.mark.slow
 def test_a_killed_stage_resumes_in_the_same_child_run(config, client, make_stage):
     stage = make_stage(config, steps=25, finish=False)
 
@@ -352,6 +355,7 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(databas
     assert caught.value.place == database
 
 
+@pytest.mark.slow
 def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
     # In a separate process: mlflow caches relative addresses from the working directories that a process had before.
     code = (
@@ -367,6 +371,7 @@ def test_the_default_store_is_a_database_in_the_working_directory(database, make
     assert (tmp_path / "mlruns").is_dir()
 
 
+@pytest.mark.slow
 def test_pass_rates_and_the_what_it_trains_on_are_recorded(config, client, make_stage, tmp_path):
     folder = tmp_path / "difficulty"
     folder.mkdir()

@@ -41,6 +41,7 @@ def find_or_create(client, name):
     return found.experiment_id if found else client.create_experiment(name)
 
 
+@pytest.mark.slow
 def test_rows_that_two_processes_write_at_once_are_stored_once(any_store):
     client = MlflowClient(any_store)
     experiment = client.create_experiment(f"rows-{any_store[:4]}")
@@ -52,6 +53,7 @@ def test_rows_that_two_processes_write_at_once_are_stored_once(any_store):
         assert (run.data.params, run.data.tags["b"]) == ({"a": "1"}, "2")
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_key_share_one_run(database, make_config, data_report):
     config, client = make_config(database), MlflowClient(database)
     assert at_once(2, partial(record, config, data_report)) == [0, 0]
@@ -68,6 +70,7 @@ def add_one(path):
             path.write_text(str(int(path.read_text()) + 1))
 
 
+@pytest.mark.slow
 def test_only_one_process_holds_a_lock(tmp_path):
     counter = tmp_path / "count"
     counter.write_text("0")

@@ -94,6 +94,7 @@ def test_trl_gets_the_time_limit_of_the_config(stages, tmp_path):
     assert arguments.ddp_timeout_delta.total_seconds() == 2850.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -29,6 +29,7 @@ def test_the_answers_stand_in_the_tokens_as_the_template_writes_them(engine, tok
         assert between == f"{end}\n<|im_start|>tool\n{count}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 def test_a_conversation_alone_is_the_same_as_among_others(engine, tokenizer, starts):
     together = play(engine, Counting(4), starts, sampling(), interaction(), tokenizer)
     for number in (0, 3):
@@ -70,6 +71,7 @@ class PaysAtEnd(Counting):
         return replace(observed, reward=0.5 if observed.done and observed.error is None else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_turns": 2}, {"max_tokens": 16}])
 def test_running_out_of_turns_or_tokens_counts_as_0(engine, tokenizer, starts, limits):
     played = [one.conversation for one in play(engine, PaysAtEnd(9), starts, sampling(), interaction(**limits), tokenizer)]
@@ -90,6 +92,7 @@ def test_a_fault_or_no_environment_is_no_reward_of_0(engine, tokenizer, starts):
     assert [(one.conversation.ending, one.conversation.reward) for one in played] == [("turns", None)] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [16, 40, 77])
 def test_a_conversation_keeps_to_its_tokens(engine, tokenizer, starts, limit):
     free = play(engine, Counting(9), starts, sampling(), interaction(), tokenizer)

@@ -45,6 +45,7 @@ def spec(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_plays_and_its_rewards_are_those_of_the_table(spec, tmp_path, monkeypatch):
     environment = Counting(2)
     monkeypatch.setattr(player, "EnvironmentPool", lambda *_, **__: environment)

@@ -13,6 +13,7 @@ from schemas.results.evaluation import PairedTest
 BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
 
 
+@pytest.mark.slow
 def test_the_card_is_the_versions_description_and_an_edited_one_stays(
     database, make_config, make_merge, make_evaluation, data_report
 ):

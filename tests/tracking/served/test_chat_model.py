@@ -39,6 +39,7 @@ def model():
     return served(resolve("embedded:base"), name="demo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops",
     [

@@ -58,6 +58,7 @@ def edits(name, old, new):
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -80,6 +81,7 @@ def test_an_artifact_that_answers_otherwise_is_not_registered(database, make_con
     assert published(config, proof, make_evaluation("merged")).champion
 
 
+@pytest.mark.slow
 def test_a_proved_model_is_asked_once(database, make_config, make_merge, make_evaluation):
     config, asked = make_config(database), []
 
@@ -154,6 +156,7 @@ def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_
     assert json.loads((tmp_path / "reply.json").read_text())["choices"][0]["message"]["content"] == answer
 
 
+@pytest.mark.slow
 def test_the_artifact_holds_weights_once_without_pickle_or_paths(chat_champion, server, tmp_path):
     mlflow.set_tracking_uri(server)
     folder = Path(mlflow.artifacts.download_artifacts(chat_champion[0], dst_path=str(tmp_path / "artifact")))

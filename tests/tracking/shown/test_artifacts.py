@@ -50,6 +50,7 @@ PLAYED = json.dumps({"turns": TURNS, "ending": "done", "error": None})
 SHOWN = "[turn 1] 6 * 7?\n[tool] 42\n[turn 2 (reward 1)] It is 42."
 
 
+@pytest.mark.slow
 def test_evaluation_and_stage_tables_show_conversations_by_turn(client, database, make_config, make_evaluation, make_stage):
     evaluation, config = make_evaluation("merged"), make_config(database)
     rows = {"prompt_id": ["a", "b"], "sample": [0, 0], "completion": ["It is 42.", "No."], "conversation": [PLAYED, None]}
@@ -68,6 +69,7 @@ def test_evaluation_and_stage_tables_show_conversations_by_turn(client, database
     assert "conversation" not in samples["columns"] + completions["columns"]
 
 
+@pytest.mark.slow
 def test_train_rows_lab_samples_step_logs_and_own_modules_are_artifacts(
     client, database, make_config, make_stage, lab_report, data_report, tmp_path, monkeypatch
 ):

@@ -113,6 +113,7 @@ def test_the_best_model_and_checkpoint_are_found_as_documented(
     assert "format-bbbbbbbb" in checkpoints[0].tags["path"]
 
 
+@pytest.mark.slow
 def test_the_parameters_people_search_by_are_kept(client, database, make_config, make_stage):
     config = make_config(database)
     stage = finished_stage(make_stage, config, key="a", shift=0.0)

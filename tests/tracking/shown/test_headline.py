@@ -72,6 +72,7 @@ def test_the_description_says_the_decision_and_keeps_a_persons_text(config, clie
     assert client.get_run(run.run_id).data.tags[NOTE] == "This is the one for the paper."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_line_that_a_person_put_above_the_description_stays(config, client, publication, decided):
     with open_run(config, key="k") as run:
@@ -123,6 +124,7 @@ def test_a_list_of_runs_shows_user_source_model_data_and_figures(config, client,
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
+@pytest.mark.slow
 def test_long_markers_span_tags_and_old_ones_are_read(config, client):
     with open_run(config, key="k") as run:
         client.set_tag(run.run_id, f"{MARKER}.train_stage.old", "true")

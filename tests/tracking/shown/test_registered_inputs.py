@@ -20,6 +20,7 @@ def client(database):
     return MlflowClient(database)
 
 
+@pytest.mark.slow
 def test_a_held_out_set_has_a_second_version_after_the_data_changed(client, database, make_config, data_report):
     config = make_config(database)
 
@@ -45,6 +46,7 @@ def test_a_held_out_set_has_a_second_version_after_the_data_changed(client, data
     )
 
 
+@pytest.mark.slow
 def test_a_system_prompt_has_a_version_for_each_text(client, database, make_config, make_merge, make_evaluation):
     texts = {"one": "Use {{tags}}.", "two": "Be brief.", "three": "Use {{tags}}."}
     versions = {}
@@ -75,6 +77,7 @@ def test_a_system_prompt_has_a_version_for_each_text(client, database, make_conf
     assert [model.name for model in client.search_registered_models()] == [config.registered_model]
 
 
+@pytest.mark.slow
 def test_a_system_prompt_is_linked_to_the_run_and_its_models(client, database, make_config, make_stage):
     config = make_config(database)
     stage = make_stage(config)

@@ -48,6 +48,7 @@ def ended(grid, sweep, accuracies):
     return SweepResult(lines=lines, run_id=handle.run_id, experiment_id=handle.experiment_id, tracking_uri="", publish="grpo run")
 
 
+@pytest.mark.slow
 def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     sweep = SweepRun(grid, key="s", flow={"prefect.flow_run_id": "f"})
     result = ended(grid, sweep, [0.5, None, 0.75, 0.25])
@@ -80,6 +81,7 @@ def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     assert [tags[ENDED].split(":")[0] for tags in children] == ["finished", "pruned", "finished", "finished"]
 
 
+@pytest.mark.slow
 def test_a_new_best_run_replaces_every_figure(grid, client):
     sweep = SweepRun(grid, key="s", flow={})
     shown = ended(grid, sweep, [0.5, None, None, None])
@@ -99,6 +101,7 @@ def figures_of(accuracy, format_rate):
     return {name: Interval(value=value, low=0.1, high=1.0) for name, value in values.items()}
 
 
+@pytest.mark.slow
 def test_the_same_sweep_is_one_parent_and_a_look_changes_nothing(grid, client):
     first = SweepRun(grid, key="s", flow={})
     assert first.is_new
@@ -112,6 +115,7 @@ def test_the_same_sweep_is_one_parent_and_a_look_changes_nothing(grid, client):
     assert SweepRun(grid, key="other", flow={}).handle.run_id != first.handle.run_id
 
 
+@pytest.mark.slow
 def test_lists_of_runs_show_the_sweep_and_not_each_of_its_runs(grid, client):
     sweep = SweepRun(grid, key="s", flow={})
     sweep.show(ended(grid, sweep, [0.5, 0.5, 0.5, 0.5]))
@@ -127,6 +131,7 @@ def test_a_pruned_run_is_killed_and_not_failed(grid, client):
     assert found.data.tags[KEY_TAG] == "k"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [30, 100, 1_000])
 def test_the_description_of_a_large_sweep_fits_mlflow_and_names_the_table(grid, client, runs):
     sweep = SweepRun(grid, key="s", flow={})

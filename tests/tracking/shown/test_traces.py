@@ -8,6 +8,7 @@ from grpo_tasks.tracking import records
 from grpo_tasks.tracking.runs import open_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 def test_completions_are_traces_with_ground_truth_and_verdicts_once(
     database, make_config, data_report, make_evaluation, monkeypatch
