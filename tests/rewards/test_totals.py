@@ -69,14 +69,14 @@ def test_the_reward_means_the_same_everywhere(raw):
 
 def test_what_functions_log_is_among_the_figures_of_an_update():
     rollout = scored(np.ones((8, 3)))
-    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"a": {"brackets": 2.5}}))
+    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"logged/a/brackets": 2.5}))
     gained = advantages(Rewards(torch.from_numpy(rollout.scores.raw), torch.from_numpy(rollout.scores.weights)), STAGE)
     assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
 
 
 def test_log_extra_is_a_column_of_the_completions_table():
     rollout = scored(np.ones((8, 3)))
-    rollout = replace(rollout, scores=replace(rollout.scores, extra={"a": {"verdict": ["good"] * 7 + [None]}}))
+    rollout = replace(rollout, scores=replace(rollout.scores, extra={"logged_a_verdict": ["good"] * 7 + [None]}))
     table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1, policy_version=0)
     assert table["logged_a_verdict"].to_pylist() == ["good"] * 7 + [None]
 
