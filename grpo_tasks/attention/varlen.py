@@ -148,7 +148,7 @@ class VarlenAttention(torch.autograd.Function):
         given = grad[0].transpose(0, 1).contiguous(), q[0].transpose(0, 1), keys, values, out, tuple(kept)
         wished, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         # Where deterministic kernels are wished for, insist: both kernels then add up gradients in a fixed order, otherwise not.
-        torch.use_deterministic_algorithms(wished)
+        torch.use_deterministic_algorithms(wished, warn_only=only and not wished)
         try:
             dq, dk, dv = kernel.backward(*given, sequences, scale, window)
         finally:
