@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from flows import one_step
-from flows.cli.show import describe_difficulty, show_plan
+from flows.cli.show import describe_difficulty, out, show_plan
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.steps.measure_difficulty import measure_difficulty
 from schemas.config.load import load_config
@@ -146,7 +146,7 @@ def test_the_command_refuses_a_config_that_measures_nothing(tmp_path, monkeypatc
 
 
 def test_the_plan_names_the_measurement_and_the_band(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(out, "width", 200)
     config = load_config("demo", ["difficulty.samples=8", "stages.1.keep_pass_rate=[0.1,0.9]"])
     show_plan(config)
     text = capsys.readouterr().out

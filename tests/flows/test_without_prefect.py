@@ -176,7 +176,7 @@ def test_an_error_that_prefect_logs_points_to_the_message_at_the_end():
 
 
 def test_fields_have_their_brackets_and_whole_names_in_eighty_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(out, "width", 80)
     show_fields()
     shown = capsys.readouterr().out
     for name, _ in config_fields(RunConfig):

@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 
-from flows.cli.show import show_trace
+from flows.cli.show import out, show_trace
 from grpo_tasks.operating.trace import trace_row
 from schemas.errors import DamagedError, UserError
 
@@ -55,7 +55,7 @@ def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
 
 
 def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(out, "width", 200)
     turns = [
         {"text": "6 * 7?", "reward": None, "answers": [{"role": "tool", "content": "42"}]},
         {"text": "It is 42.", "reward": 1.0, "answers": []},

@@ -5,7 +5,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from flows.cli.show import show_comparison
+from flows.cli.show import out, show_comparison
 from grpo_tasks.reporting.compare import compare_runs, write_comparison
 from grpo_tasks.tracking.past_runs import PastRun
 from schemas.metrics import KL, REWARD
@@ -115,7 +115,7 @@ def test_without_ground_truth_the_largest_reward_differences_are_shown(tmp_path)
 
 
 def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(out, "width", 200)
     scores = FIRST.samples.with_columns(reward=pl.lit(1.5))
     show_comparison(compare_runs(replace(FIRST, samples=scores), replace(SECOND, samples=scores)))
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}

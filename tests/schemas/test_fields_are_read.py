@@ -27,6 +27,7 @@ THROUGH = {
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
+    ("ModelConfig", "merged_system_prompt"): ("RunConfig", "merged_system_prompt"),
     ("TaskConfig", "rewards"): ("DataConfig", "rewards_of"),
     ("TrackingConfig", "experiment"): ("RunConfig", "experiment"),
     ("TrackingConfig", "registered_model"): ("RunConfig", "registered_model"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = {metric.name for metric in TRAINING + EVALUATION}
 PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if len(part) > 1}
 """What a name of a family consists of: `rewards/` and `/mean`."""
-ENVIRONMENTS = ("forms", "texts")
+ENVIRONMENTS = ("serve", "forms", "texts")
 OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/show.py": {"reward"},  # a column of the completions
     "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
