@@ -13,6 +13,7 @@ from flows.cli.environment import _names_server, _point_to_the_end
 from flows.cli.errors import report_errors, stopped_message
 from flows.cli.inspection import config_fields, show_fields
 from flows.cli.main import app
+from flows.cli.show import out
 from flows.model_names import could_be_registered, is_registered_name
 from flows.preflight import check_columns
 from schemas.config.load import load_config
