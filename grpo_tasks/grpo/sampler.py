@@ -13,9 +13,8 @@ from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.sample_table import model_servers
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import ForeignServer, ServerModel, VllmServer, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import ForeignServer, ServerModel, VllmServer, model_servers, swaps_merged_weights
 from grpo_tasks.stage.journal import JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.paths import resolve

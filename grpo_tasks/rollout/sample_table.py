@@ -1,10 +1,8 @@
 """Sample completions of one model for a list of prompts into a table, for the reward lab and the evaluation."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +18,7 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
-from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, existing_servers, serving
-from schemas.config.rollout import VllmConfig
+from grpo_tasks.rollout.vllm_server import ServerModel, model_servers
 from schemas.paths import resolve
 from schemas.prompts import GREEDY, PromptRow
 
@@ -58,28 +55,6 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
             yield sampler
         finally:
             sampler.close()
-
-
-@contextmanager
-def model_servers(
-    config: VllmConfig, served: ServerModel, directory: Path, *, running: bool, write: Callable[[Path], None] | None
-) -> Iterator[list[VllmServer]]:
-    """Servers of a model: those of `base_urls`, if they are `running` it, or some that are started here with logs in `directory`.
-
-    `write` writes the model into a folder, where its files lack the rows of added tokens; None: the files are complete.
-    """
-    if running:
-        yield existing_servers(config, adapters=served.max_lora_rank is not None)
-        return
-    folder = directory / "served-base"
-    if write is not None:
-        write(folder)
-        served = replace(served, model=folder)
-    try:
-        with serving(config, served, directory) as servers:
-            yield servers
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sampled(

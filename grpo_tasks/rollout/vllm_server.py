@@ -6,11 +6,12 @@ server is a command, an address and a log file.
 
 import logging
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -368,3 +369,25 @@ def authorization() -> dict[str, str]:
     """The header with the API key, if VLLM_API_KEY is set. Servers started here read the same variable and require the key."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@contextmanager
+def model_servers(
+    config: VllmConfig, served: ServerModel, directory: Path, *, running: bool, write: Callable[[Path], None] | None
+) -> Iterator[list[VllmServer]]:
+    """Servers of a model: those of `base_urls`, if they are `running` it, or some that are started here with logs in `directory`.
+
+    `write` writes the model into a folder, where its files lack the rows of added tokens; None: the files are complete.
+    """
+    if running:
+        yield existing_servers(config, adapters=served.max_lora_rank is not None)
+        return
+    folder = directory / "served-base"
+    if write is not None:
+        write(folder)
+        served = replace(served, model=folder)
+    try:
+        with serving(config, served, directory) as servers:
+            yield servers
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
