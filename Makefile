@@ -20,7 +20,7 @@ demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no ser
 demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on this machine, with two vLLM servers (half an hour)
 	$(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
 
-test: $(READY) ## run the quick tests, three quarters of all (ARGS="tests/data -k csv" for some; ARGS='-m "not long" tests/data' for a whole room)
+test: $(READY) ## run the quick tests (ARGS="tests/data -k csv" for some; ARGS='-m "not long" tests/data' for a whole room)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not long and not containers" --durations=10 $(ARGS)
 
 test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo, the wheel (25 minutes)

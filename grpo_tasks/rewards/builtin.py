@@ -207,7 +207,7 @@ def judge(
     )
     cases = []
     for prompt, completion, given in zip(prompts, said, references, strict=True):
-        # The judge sees what was asked, not how the policy was told to reply.
+        # The judge sees the question, without the instructions for the format.
         messages = [] if isinstance(prompt, str) else [one for one in prompt if one.get("role") != "system"]
         asked = prompt if isinstance(prompt, str) else "\n\n".join(one.get("content") or "" for one in messages)
         reference = given[0] if isinstance(given, list) and given else given

@@ -73,6 +73,7 @@ def assert_same(host, card):
     assert any(line["grad_norm"] > 0 for line in host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
