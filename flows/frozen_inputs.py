@@ -20,7 +20,7 @@ from grpo_tasks.content.modules import own_sources
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource
-from schemas.config.learning.interaction import references_in
+from schemas.config.rollout import references_in
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import is_local, resolve

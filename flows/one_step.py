@@ -22,10 +22,8 @@ from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, PreparedData
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, LabReport, PreparedData
+from schemas.results.evaluation import DifficultyReport, EvalReport
 from schemas.results.model import MergeProof, ModelRef, StageResult
 
 ALONE = (RunConfig, ModelRef, PreparedData, DataReport, LabReport)

@@ -17,12 +17,11 @@ from grpo_tasks.steps.validate_data import validate_data
 from grpo_tasks.tracking.models import Champion, current_champion, fetch_champion
 from grpo_tasks.tracking.registry import tag_version
 from schemas.config.evaluation import GUARD
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport, GuardData
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, GuardCheck
+from schemas.results.evaluation import DifficultyReport, EvalReport, GuardCheck
 from schemas.results.model import MergeProof, ModelRef, StageResult
 from schemas.results.publication import Publication, Trained
 

@@ -15,10 +15,8 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, REWARD, figure_text
 from schemas.results.base import Section
-from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, LabReport
+from schemas.results.evaluation import DifficultyReport, EvalReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Lineage, PipelineResult, Reproduction
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.flow_run import inputs_key
 from flows.frozen_inputs import frozen_inputs
 from grpo_tasks.sweeping.grid import Grid
-from schemas.config.learning.interaction import references_in
+from schemas.config.rollout import references_in
 from schemas.errors import DamagedError
 from schemas.results.sweep import VariantSpec
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from grpo_tasks.content.copies import place_of
 from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.kit.files import is_unfinished
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.errors import ClusterError
 from schemas.paths import EMBEDDED, is_local
 from schemas.results.model import ModelRef

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from schemas.config.completion import THINK
-from schemas.config.learning.interaction import CallFormat
+from schemas.config.rollout import CallFormat
 from schemas.errors import ConfigError
 
 ReadFormat = Literal["hermes", "llama", "json"]

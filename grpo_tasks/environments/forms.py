@@ -21,7 +21,7 @@ from unittest.mock import patch
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.environments.texts import describe
 from grpo_tasks.processes.worker_main import awaited
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.errors import ConfigError, UserError
 
 Schema = dict[str, Any]

@@ -35,7 +35,7 @@ from grpo_tasks.environments.worker import (
 )
 from grpo_tasks.processes.worker_process import Reply, Shape
 from schemas.config.completion import THINK
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 
 MAX_FAULTS = 2
 """Calls of one conversation that may end their worker. Each costs the time limit, or the start of a process."""

@@ -30,7 +30,7 @@ from grpo_tasks.environments.texts import (
     read_step,
 )
 from grpo_tasks.processes.worker_main import answer_requests, awaited
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 
 Request = Mapping[str, Any]
 Handler = Callable[["Conversations", Request], dict[str, Any]]

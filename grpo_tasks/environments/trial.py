@@ -21,7 +21,7 @@ from typing import Any, Literal
 from grpo_tasks.environments.calls import ReadFormat, write_call
 from grpo_tasks.environments.contract import Environments, Observation, Opening
 from grpo_tasks.environments.pool import EnvironmentPool
-from schemas.results.lab import LabCheck
+from schemas.results.data import LabCheck
 
 Outcome = Literal["passed", "warned", "failed"]
 IDLE, PERFECT, ODD = "idle", "perfect", "odd"

@@ -22,7 +22,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PromptRow
 from schemas.results.base import Section
-from schemas.results.difficulty import CONFIDENCE, DifficultyReport, StageDifficulty, histogram
+from schemas.results.evaluation import CONFIDENCE, DifficultyReport, StageDifficulty, histogram
 from schemas.tables import PassRates
 
 REPORT = "report.md"

@@ -21,7 +21,7 @@ from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import contains_special, special_tokens
 from grpo_tasks.policy.chat import prompt_ids
-from schemas.config.learning.kinds import DemonstrationsConfig
+from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.prompts import PLAIN, PromptRow
 

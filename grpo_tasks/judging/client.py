@@ -21,7 +21,7 @@ import httpx
 from grpo_tasks.judging.frame import Question
 from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.kit.share import Pool
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError, ServerGoneError
 
 CONNECT_S = 10.0

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from schemas.config.learning.judge import CriterionConfig, JudgeConfig
+from schemas.config.rewards import CriterionConfig, JudgeConfig
 
 POINTS, WINNER = "points", "winner"
 MANIPULATION, MARKER, CRITERIA, REASON = "manipulation", "marker", "criteria", "reason"

@@ -18,7 +18,7 @@ from grpo_tasks.judging.frame import Completion, Question, ask
 from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import JudgeVerdict, MalformedError, combined, parse
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 
 _NOTES = ("", "unjudged", "manipulation")
 """What is remarkable about a completion; of several notes the last one here counts."""

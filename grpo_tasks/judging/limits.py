@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from grpo_tasks.judging.store import VerdictStore
 from grpo_tasks.processes.lifetime import ProcessIdentity
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 from schemas.errors import JudgeUnavailableError
 
 POLL_S = 0.2

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
 from grpo_tasks.judging.verdict import JudgeVerdict
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 from schemas.errors import ConfigError
 
 EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."

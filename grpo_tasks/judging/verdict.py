@@ -8,7 +8,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from grpo_tasks.judging.frame import CRITERIA, MANIPULATION, MANIPULATORS, POINTS, WINNER, Question
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 
 MAX_REPLY_CHARS = 1_000_000
 """Longest reply that is read. A longer one is no verdict."""

@@ -14,9 +14,9 @@ from grpo_tasks.environments.trial import check_environment, perfect_turns, scri
 from grpo_tasks.lab.probe_set import choose_rows
 from grpo_tasks.rollout.conversations.play import row_columns, too_long
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.prompts import PromptRow
-from schemas.results.lab import LabCheck
+from schemas.results.data import LabCheck
 
 TRIED_ROWS = 4
 """Rows whose conversations are played. Each is played three times by two or three players."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_tasks.rewards.totals import mean_total
-from schemas.results.difficulty import histogram
-from schemas.results.lab import SignalForecast
+from schemas.results.data import SignalForecast
+from schemas.results.evaluation import histogram
 
 TIE = 1e-6
 """Totals that differ by no more than this, relative to their size, tie. The same tolerance as in grpo/advantages.py."""

@@ -22,7 +22,7 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
 from schemas.errors import JudgeUnavailableError
 from schemas.prompts import PromptRow
-from schemas.results.lab import LabCheck
+from schemas.results.data import LabCheck
 
 CHARS_PER_TOKEN = 4
 """Characters of a completion of the configured length for each token."""

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from grpo_tasks.judging.trial import Trial, read_gold, try_judge
 from grpo_tasks.lab.probe_set import passed
-from schemas.config.learning.judge import JudgeConfig
-from schemas.config.rewards import RewardsConfig
-from schemas.results.lab import LabCheck
+from schemas.config.rewards import JudgeConfig, RewardsConfig
+from schemas.results.data import LabCheck
 
 JUDGED_ROWS = 4
 """Rows whose probes a judge scores."""

@@ -19,7 +19,7 @@ from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.prompts import PLAIN, PromptRow
-from schemas.results.lab import LabCheck
+from schemas.results.data import LabCheck
 
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""

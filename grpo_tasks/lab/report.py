@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.rewards.contract import shorten
-from schemas.results.difficulty import BINS
-from schemas.results.lab import LabCheck, SignalForecast
+from schemas.results.data import LabCheck, SignalForecast
+from schemas.results.evaluation import BINS
 
 _MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
 FIXES = {

@@ -32,7 +32,7 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import LabError
 from schemas.prompts import PromptRow
-from schemas.results.lab import LabCheck, LabReport, SignalForecast
+from schemas.results.data import LabCheck, LabReport, SignalForecast
 
 FAULTS = frozenset({"contract", "begins", "faults", "leak"})
 """Checks that stop the run whatever the configuration says."""

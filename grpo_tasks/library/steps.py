@@ -44,8 +44,7 @@ from schemas.config.run import RunConfig, Scoring
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
+from schemas.results.evaluation import DifficultyReport, EvalReport
 from schemas.results.model import MergeProof, ModelRef, StageResult
 
 

@@ -4,8 +4,7 @@ import json
 import re
 
 from grpo_tasks.proposal.propose import COMPLETION_TOKENS, SYSTEM_PROMPT, Proposal, data_settings
-from schemas.config.load import check_config
-from schemas.config.yaml_text import parse_yaml
+from schemas.config.load import check_config, parse_yaml
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}

@@ -33,10 +33,8 @@ from schemas.metrics import (
     TASK_FAMILIES,
     figure_text,
 )
-from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, guard_sections
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, LabReport
+from schemas.results.evaluation import DifficultyReport, EvalReport, guard_sections
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PublishedFacts
 

@@ -9,10 +9,9 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.prompts import PromptRow
 from schemas.results.base import Result

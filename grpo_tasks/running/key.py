@@ -29,12 +29,11 @@ from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config.data import DataSource
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
-from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rewards import RewardsConfig
+from schemas.config.rewards import JUDGES_BY, JudgeConfig, RewardsConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.config.run import RunConfig
+from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results.base import StepResult

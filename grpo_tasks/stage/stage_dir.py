@@ -23,11 +23,10 @@ from pydantic import Field
 from grpo_tasks.processes.entry import LOG, RESULT, SPEC
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import TaskConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.base import Result

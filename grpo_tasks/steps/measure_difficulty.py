@@ -23,7 +23,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
 from schemas.results.data import PromptTable
-from schemas.results.difficulty import DifficultyReport
+from schemas.results.evaluation import DifficultyReport
 from schemas.results.model import ModelRef
 
 

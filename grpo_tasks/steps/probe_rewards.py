@@ -18,8 +18,7 @@ from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
 from schemas.prompts import PromptRow
-from schemas.results.data import DataReport
-from schemas.results.lab import LabCheck, LabReport
+from schemas.results.data import DataReport, LabCheck, LabReport
 from schemas.results.model import ModelRef
 
 NO_REWARDS = "no stage has rewards"

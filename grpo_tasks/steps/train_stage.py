@@ -11,7 +11,7 @@ from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
+from schemas.results.evaluation import DifficultyReport
 from schemas.results.model import ModelRef, StageResult
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from grpo_tasks.reporting.report import RunResults, against_rejection, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, LabReport
+from schemas.results.evaluation import DifficultyReport, EvalReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PublishedFacts, ReportResult
 from schemas.secret import hide

@@ -18,8 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from grpo_tasks.stage.journal import Journal
-from schemas.metrics import REWARD, TOKEN_ACCURACY, describe
-from schemas.plots import PLOTS
+from schemas.metrics import PLOTS, REWARD, TOKEN_ACCURACY, describe
 
 FloatArray = NDArray[np.float64]
 Steps = Mapping[int, Mapping[str, float | None]]

@@ -29,10 +29,8 @@ from grpo_tasks.tracking.shown.prompts import record_held_out
 from schemas.config.run import RunConfig
 from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, REWARD, member
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, GuardData, PreparedData
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, Interval, guard_sections
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, GuardData, LabReport, PreparedData
+from schemas.results.evaluation import DifficultyReport, EvalReport, Interval, guard_sections
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
 from schemas.secret import hide

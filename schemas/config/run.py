@@ -15,14 +15,12 @@ from pydantic import Field
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionConfig
-from schemas.config.learning.difficulty import DifficultyConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.section import Folded, Section, T
-from schemas.config.stage import StageConfig
+from schemas.config.stage import DifficultyConfig, StageConfig
 from schemas.config.types import Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
@@ -75,7 +73,7 @@ class RunConfig(Section):
         yield from self._faults_of_names()
         yield from self._faults_of_tasks()
         yield from self.difficulty.faults_of(self.stages)
-        yield from self.interaction.faults_of(self.rollout, self.stages)
+        yield from self._faults_of_interaction()
         yield from self._faults_of_evaluation()
         for place in secrets_in(self.model_dump()):
             yield f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
@@ -105,6 +103,19 @@ class RunConfig(Section):
                         f"no reward of stages.{index} applies to the task {task}; "
                         f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
                     )
+
+    def _faults_of_interaction(self) -> Iterator[str]:
+        if not self.interaction.active:
+            return
+        for index, stage in enumerate(self.stages):
+            if stage.engine == "trl":
+                yield f"engine trl plays no conversations; fix: stages.{index}.engine: native"
+        most, turn = self.interaction.max_tokens, self.rollout.max_completion_length
+        if most < turn:
+            yield (
+                f"interaction.max_tokens {most} is less than one turn of rollout.max_completion_length {turn}; "
+                f"fix: interaction.max_tokens: {4 * turn}"
+            )
 
     def _faults_of_evaluation(self) -> Iterator[str]:
         for reward in self.evaluation.rewards or []:

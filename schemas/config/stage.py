@@ -1,15 +1,32 @@
-"""Section `stages[]` (the settings of one stage, under TRL's names where TRL has them)."""
+"""Sections `stages[]`, under TRL's names where TRL has them, and `difficulty`: pass rates before training.
+
+A stage has one of three kinds:
+
+    grpo        completions of the policy, weighted by their advantages
+    sft         demonstrations from the data: cross entropy of their tokens
+    rejection   completions of the policy, only the best ones: cross entropy of their tokens
+"""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.guards import GuardsConfig
-from schemas.config.learning.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
 from schemas.config.section import Folded, Section, T
-from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
+from schemas.config.types import (
+    MOST_COMPLETIONS,
+    MOST_ROWS,
+    MOST_TIMES,
+    MOST_TOKENS,
+    MOST_UPDATES,
+    Address,
+    Fraction,
+    FreeSettings,
+    Name,
+)
 from schemas.metrics import LEARNING_RATE, REWARD, TRAINING, member
 
 WhatItTrainsOn = Annotated[T, Folded("what_it_trains_on")]
@@ -22,6 +39,63 @@ LogsAndCheckpoints = Annotated[T, Folded("logs_and_checkpoints")]
 
 Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 """A lower and an upper bound, both inclusive."""
+
+
+Kind = Literal["grpo", "sft", "rejection"]
+
+_DEMONSTRATIONS, _SELECTION = "demonstrations", "keep_completions keep_reward"
+_POLICY_LOSS = (
+    "engine trl loss_type scale_rewards baseline multi_objective_aggregation beta kl_every_steps reference epsilon "
+    "epsilon_high delta sapo_temperature_pos sapo_temperature_neg use_bias_correction_kl importance_sampling_level "
+    "skip_dead_groups top_entropy_quantile entropy_coef importance_sampling_correction importance_sampling_clip_max "
+    "importance_sampling_clip_min off_policy_mask_threshold max_sampling_logp_difference max_refills"
+)
+_SAMPLING = (
+    "keep_pass_rate measure_difficulty min_pass_at_group num_generations steps_per_generation num_iterations "
+    "mask_truncated_completions"
+)
+FOREIGN: dict[Kind, list[str]] = {
+    "grpo": f"{_DEMONSTRATIONS} {_SELECTION}".split(),
+    "sft": f"{_POLICY_LOSS} {_SAMPLING} {_SELECTION}".split(),
+    "rejection": f"{_POLICY_LOSS} {_DEMONSTRATIONS}".split(),
+}
+"""Settings that a kind of stage has no use for."""
+SUPERVISED_LEARNING_RATE = 2e-5
+"""Default of learning_rate for kind sft and rejection, that of TRL's SFTConfig."""
+
+
+def kind_with(field: str) -> Kind:
+    """The first kind of stage that has a use for a setting."""
+    return next(kind for kind, foreign in FOREIGN.items() if field not in foreign)
+
+
+class DemonstrationsConfig(Section):
+    """Where the demonstrations of a stage of kind sft come from."""
+
+    column: Address | None = None
+    """Column of the data that holds them: the text of the assistant's turn, or chat messages that continue the prompt. Messages
+    may begin with the prompt itself. `answer` is the ground truth, after extraction."""
+    function: Address | None = None
+    """package.module:function, which receives a row (a dict with prompt, answer and every column) and returns the text of the
+    assistant's turn, or messages."""
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    """Longest demonstration in tokens. Longer ones are refused, never cut. Empty: rollout.max_completion_length; with tools or an
+    environment interaction.max_tokens."""
+    max_invalid_fraction: Fraction = 0.05
+    """Share of the rows that may lack a usable demonstration. They are left out and listed in refused_demonstrations.jsonl. With
+    more of them the stage stops before the model is loaded."""
+    module_dir: Path | None = None
+    """Folder with the module of your function, relative to the working directory. Empty: as for rewards.module_dir."""
+
+    def _faults(self) -> Iterator[str]:
+        if (self.column is None) == (self.function is None):
+            yield "name either a column or a function, for example column: solution"
+        if self.function is not None and ":" not in self.function:
+            yield f"{self.function[:80]} does not name a function; fix: function: package.module:function"
+
+    def module_dirs(self) -> list[Path]:
+        """Folders that are searched for the module of the function, after the installed packages."""
+        return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
 
 
 class EarlyStopConfig(Section):
@@ -315,3 +389,46 @@ def _nearest_batch(stage: StageConfig) -> str:
     if wanted % stage.gradient_accumulation_steps == 0:
         return f"per_device_train_batch_size: {wanted // stage.gradient_accumulation_steps}"
     return f"per_device_train_batch_size: {stage.num_generations} with gradient_accumulation_steps: {groups}"
+
+
+class DifficultyConfig(Section):
+    """How hard the training prompts are for the model, known before training."""
+
+    samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
+    """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
+    starts from. 0: nothing is measured. 8 is a common choice."""
+    screen: int = Field(0, ge=0, le=MOST_COMPLETIONS)
+    """Completions of every prompt that are sampled first. A prompt that none of them solves gets no more, and its pass rate is 0.
+    This saves most of the measurement where many prompts are out of reach. A prompt that is solved once in ten tries fails a
+    screening of 2 four times in five. 0: all prompts get all samples."""
+    success: Fraction = 0.8
+    """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
+    (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and
+    forgives small losses of graded functions."""
+    pass_rate_column: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
+    """Column of the data with pass rates between 0 and 1, which are then used instead of measured ones. A row without a value has
+    no known pass rate and is kept."""
+    min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
+    """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
+
+    def faults_of(self, stages: Sequence[StageConfig]) -> Iterator[str]:
+        """Where a stage needs pass rates that nothing measures."""
+        measured, given = self.samples > 0, self.pass_rate_column is not None
+        if self.screen and self.screen >= self.samples:
+            yield (
+                f"difficulty.screen is {self.screen}, and difficulty.samples is {self.samples}: a "
+                "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
+            )
+        for index, stage in enumerate(stages):
+            if stage.measure_difficulty and not measured:
+                yield f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8"
+            if stage.min_pass_at_group is not None and not (stage.measure_difficulty or (index == 0 and measured and not given)):
+                yield (
+                    f"stages.{index}.min_pass_at_group needs pass rates of the policy that the stage starts from; fix: "
+                    f"difficulty.samples: {stage.num_generations}, and stages.{index}.measure_difficulty: true"
+                )
+            if stage.keep_pass_rate is not None and not measured and not given:
+                yield (
+                    f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
+                    "that holds them with difficulty.pass_rate_column"
+                )

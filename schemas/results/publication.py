@@ -7,10 +7,8 @@ from pydantic import Field
 
 from schemas.metrics import figure_text
 from schemas.results.base import Result, Section, StepResult
-from schemas.results.data import DataReport, GuardData
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression, guard_sections
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, GuardData, LabReport
+from schemas.results.evaluation import DifficultyReport, EvalReport, GuardCheck, PairedTest, Regression, guard_sections
 from schemas.results.model import MergeProof, StageResult
 
 

@@ -16,10 +16,9 @@ from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.rollout.conversations.play import TurnTokens
 from grpo_tasks.rollout.conversations.player import player
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef, StructureSpec

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_tasks.environments.pool import EnvironmentPool
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 
 TEMPLATE = '{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
 """A chat template that shows tools as Qwen's does."""

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.environments.verifiers_adapter import VerifiersEnvironment, write_rows
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.errors import ConfigError
 from tests.environments.conftest import TEMPLATE
 

@@ -9,7 +9,7 @@ from scipy import stats
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, summarise_rates, write_rates
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
-from schemas.results.difficulty import BINS, histogram
+from schemas.results.evaluation import BINS, histogram
 from schemas.tables import PassRates
 
 

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from schemas.config.load import PRESETS
-from schemas.results.data import DataReport
-from schemas.results.lab import LabReport
+from schemas.results.data import DataReport, LabReport
 
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 

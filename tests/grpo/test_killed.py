@@ -10,7 +10,7 @@ import pytest
 from grpo_tasks.grpo.__main__ import main
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.results.model import ModelRef, StageResult
 from tests.grpo.conftest import journal
 from tests.kill_at import FILES, count_calls, is_killed_at, some

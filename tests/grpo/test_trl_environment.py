@@ -13,10 +13,9 @@ from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.rollout.engine import Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results.model import ModelRef
 from tests.rollout.counting import three_rows

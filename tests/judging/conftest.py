@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 from tests.judging.endpoint import Endpoint, fair, serving
 
 

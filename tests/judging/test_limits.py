@@ -20,7 +20,7 @@ PRICED = {"output_price": 50_000.0, "max_tokens": 20}
 RANK = """
 import sys
 from grpo_tasks.judging.judge import Case, Judge
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 judge = Judge(JudgeConfig.model_validate_json(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -31,7 +31,7 @@ import sys, time
 from pathlib import Path
 from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.judging.store import VerdictStore
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 judge = JudgeConfig.model_validate_json(sys.argv[1])
 with JudgeLimits(judge, VerdictStore(judge.cache)).turn(1.5):
     print("ready", flush=True)

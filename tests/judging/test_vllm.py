@@ -15,7 +15,7 @@ from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge
 from grpo_tasks.judging.verdict import MalformedError, parse
 from grpo_tasks.rollout.vllm_server import BASE, ServerModel, authorization, serving
-from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import JudgeConfig
 from schemas.paths import resolve
 from tests.judging.endpoint import Endpoint
 from tests.judging.endpoint import serving as stub

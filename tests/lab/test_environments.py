@@ -8,9 +8,9 @@ from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.lab.environment_checks import check_interaction
 from grpo_tasks.lab.run import weighed
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import LabConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.prompts import PromptRow
 
 TEMPLATE = '{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'

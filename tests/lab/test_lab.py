@@ -17,7 +17,7 @@ from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
-from schemas.results.lab import LabReport
+from schemas.results.data import LabReport
 
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 pytestmark = pytest.mark.usefixtures("short_long_texts")

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from grpo_tasks.reporting.report import costs_of, events_of, markdown, samples_of, write_html
-from schemas.results.difficulty import DifficultyReport, StageDifficulty
+from schemas.results.evaluation import DifficultyReport, StageDifficulty
 from schemas.results.model import KeptPrompts
 from tests.reporting.conftest import append
 from tests.reporting.pages import assert_self_contained

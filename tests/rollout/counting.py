@@ -3,7 +3,7 @@
 from grpo_tasks.environments.contract import Observation, Opening
 from grpo_tasks.rollout.conversations.play import Start
 from grpo_tasks.rollout.engine import completion_seed
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.prompts import PromptRow
 
 QUESTIONS = ["What is 15 + 27?", "What is 99 - 13?", "Hi"]

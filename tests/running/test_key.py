@@ -3,8 +3,8 @@
 from grpo_tasks.running import key as key_module
 from grpo_tasks.running.key import code_behind, content_key
 from schemas.config.data import DataSource
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import PreparedData
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_tasks.running.key import content_key
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.config.run import RunConfig
 
 DATA = {"train": [{"path": "rows.jsonl"}], "eval": [{"path": "rows.jsonl"}]}

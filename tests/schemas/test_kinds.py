@@ -3,9 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.config.learning.kinds import FOREIGN, kind_with
 from schemas.config.load import load_config
-from schemas.config.stage import StageConfig
+from schemas.config.stage import FOREIGN, StageConfig, kind_with
 from schemas.errors import ConfigError
 
 SFT = {"name": "s", "kind": "sft", "demonstrations": {"column": "solution"}}

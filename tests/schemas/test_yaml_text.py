@@ -6,8 +6,7 @@ import os
 import pytest
 
 from schemas.config import load
-from schemas.config.load import check_config, load_config
-from schemas.config.yaml_text import MAX_CHARS, _Loader, parse_yaml
+from schemas.config.load import MAX_CHARS, _Loader, check_config, load_config, parse_yaml
 from schemas.errors import MAX_LINES, ConfigError, DataError, UserError
 
 MINIMAL = "data: {train: [{path: rows.jsonl}]}\nstages: [{name: only, rewards: [format]}]\n"

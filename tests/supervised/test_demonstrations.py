@@ -7,7 +7,7 @@ import pytest
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.demonstrations import REFUSED, encode_turns, read_demonstrations
-from schemas.config.learning.kinds import DemonstrationsConfig
+from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from tests.grpo.conftest import journal
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.demonstrations import encode_turns, read_demonstrations
-from schemas.config.learning.kinds import DemonstrationsConfig
+from schemas.config.stage import DemonstrationsConfig
 from schemas.paths import resolve
 from tests.grpo.conftest import SYSTEM, journal
 

@@ -5,7 +5,7 @@ import pytest
 from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.grpo.__main__ import main
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 from tests.rollout.tool_model import TOOLS, write_model

@@ -29,9 +29,8 @@ from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport, RuleCount, TokenLengths
+from schemas.results.data import DataReport, LabCheck, LabReport, RuleCount, SignalForecast, TokenLengths
 from schemas.results.evaluation import EvalReport, Interval, PairedTest
-from schemas.results.lab import LabCheck, LabReport, SignalForecast
 from schemas.results.model import GreedyAnswer, MergeProof, ModelRef, RefusedPrecision, StageResult
 
 BASE = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"

@@ -16,8 +16,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
 from schemas.results.base import OutputFile
 from schemas.results.data import PreparedData, SourceFile
-from schemas.results.difficulty import DifficultyReport, StageDifficulty
-from schemas.results.evaluation import Interval, PairedTest
+from schemas.results.evaluation import DifficultyReport, Interval, PairedTest, StageDifficulty
 from schemas.results.model import KeptPrompts
 from schemas.results.publication import Publication
 

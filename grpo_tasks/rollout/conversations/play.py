@@ -21,7 +21,7 @@ from grpo_tasks.policy.chat import completion_text
 from grpo_tasks.rollout.conversations.record import Conversation, Ending, Message, Turn
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.stop import StopRule
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.prompts import PromptRow
 

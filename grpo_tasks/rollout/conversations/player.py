@@ -13,9 +13,8 @@ from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.play import Player
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.results.model import ModelRef
 
 

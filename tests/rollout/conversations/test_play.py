@@ -9,7 +9,7 @@ from grpo_tasks.environments.contract import Opening
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations.play import OTHER_BEGINNING, Start, play
 from grpo_tasks.rollout.engine import NoEngine
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.rollout import InteractionConfig
 from schemas.errors import ConfigError
 from schemas.prompts import PLAIN
 from tests.rollout.counting import Counting, interaction

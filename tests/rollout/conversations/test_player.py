@@ -5,9 +5,8 @@ import pytest
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.player import opened_reasoning, player
 from schemas.config.completion import CompletionConfig
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.results.model import ModelRef
 from tests.rollout.tool_model import CALL, TOOLS, write_model
 
