@@ -18,7 +18,7 @@ demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no ser
 	$(BIN)/grpo run demo $(ARGS)
 
 demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on this machine, with two vLLM servers (half an hour)
-	$(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
+	WHOLE_DEMO=1 $(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
 
 test: $(READY) ## run the quick tests (ARGS="tests/data -k csv" for some; ARGS='-m "not long" tests/data' for a whole room)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not long and not containers" --durations=10 $(ARGS)

@@ -290,15 +290,14 @@ def _limits() -> str:
 
 
 def _scale_of(name: str) -> list[str]:
-    rows = []
+    cards: dict[tuple[str, ...], list[int]] = {}
     for point in sweep(scale_model(name)):
-        if point.best is None:
-            rows.append((str(point.cards), "", "", "", "", "", "does not fit"))
-            continue
-        best = point.best
-        sides = (f"{best.sampling_s:.1f}", f"{best.training_s:.1f}", f"{best.step_s:.1f}")
-        layout = (str(best.layout.trainers), str(best.layout.replicas))
-        rows.append((str(point.cards), *layout, *sides, best.bottleneck.value))
+        cells: tuple[str, ...] = ("", "", "", "", "", "does not fit")
+        if best := point.best:
+            sides = (f"{best.sampling_s:.1f}", f"{best.training_s:.1f}", f"{best.step_s:.1f}")
+            cells = (str(best.layout.trainers), str(best.layout.replicas), *sides, best.bottleneck.value)
+        cards.setdefault(cells, []).append(point.cards)
+    rows = [(str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}", *cells) for cells, counts in cards.items()]
     headings = ("cards", "train", "replicas", "sampling, s", "training, s", "update, s", "bottleneck")
     return [f"### Qwen2.5-{name}", _table(headings, rows)]
 

@@ -40,7 +40,7 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured on two CPU cores by `python -m tests.benchmarks.scale` (docs/scale.md has date and table)."""
+    """Measured on two CPU cores by `python -m tests.benchmarks.scale.measure` (docs/scale.md has date and table)."""
 
     save_rate: float = 900e6
     """Bytes per second of writing an adapter."""

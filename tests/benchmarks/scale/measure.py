@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scale`: the measured pieces of `grpo plan --nodes`, on this machine's CPU.
+"""`python -m tests.benchmarks.scale.measure`: the measured pieces of `grpo plan --nodes`, on this machine's CPU.
 
     adapters      saved and sent to a real `grpo weights-server` over the loopback address, by rank and width
     gradients     as many bytes summed by two processes (gloo)
@@ -122,7 +122,7 @@ def _sum(port: int, sizes: list[int], rank: int) -> list[float]:
 def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
     """What `work` returns in so many processes at once, each with its number; they share the time of the imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.benchmarks.scale_check"])
+    context.set_forkserver_preload(["tests.benchmarks.scale.check"])
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=_send, args=(work, number, pipes[number][1])) for number in range(count)]
     for process in processes:

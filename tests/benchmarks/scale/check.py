@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scale_check`: updates of 1, 2 and 4 processes against the prediction of `grpo plan --nodes`.
+"""`python -m tests.benchmarks.scale.check`: updates of 1, 2 and 4 processes against the prediction of `grpo plan --nodes`.
 
     --nodes     a stage on 2 and 4 nodes of a Ray cluster on this machine instead, one process each, without a directory in common
 
@@ -37,7 +37,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import MEAN_LENGTH, STEP_TIME
 from schemas.results.model import ModelRef
-from tests.benchmarks.scale import computing_s, gradient_sums, in_processes
+from tests.benchmarks.scale.measure import computing_s, gradient_sums, in_processes
 from tests.benchmarks.scale.cards import Card, Link
 from tests.benchmarks.scale.model import Assumed, Cluster, Forecast, Layout, ScaleModel
 from tests.benchmarks.scale.workload import workload
