@@ -37,8 +37,8 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import MEAN_LENGTH, STEP_TIME
 from schemas.results.model import ModelRef
-from tests.benchmarks.scale.measure import computing_s, gradient_sums, in_processes
 from tests.benchmarks.scale.cards import Card, Link
+from tests.benchmarks.scale.measure import computing_s, gradient_sums, in_processes
 from tests.benchmarks.scale.model import Assumed, Cluster, Forecast, Layout, ScaleModel
 from tests.benchmarks.scale.workload import workload
 from tests.benchmarks.sides import Work, write_stage
