@@ -28,8 +28,7 @@ from prefect.runtime import deployment
 from prefect.states import Cancelled, Crashed
 
 from grpo_tasks.kit.files import replacing
-from grpo_tasks.processes.lifetime import ProcessIdentity
-from grpo_tasks.processes.signals import Handler, ended_by, handled
+from grpo_tasks.processes.lifetime import Handler, ProcessIdentity, ended_by, handled
 from grpo_tasks.running.orchestrator import impatient_client, run_logger
 from schemas.errors import EndedByOthers
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
-from grpo_tasks.processes.entry import RESULT, SPEC
+from grpo_tasks.processes.child import RESULT, SPEC
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError

@@ -81,7 +81,7 @@ def prompts(tokenizer):
 def pytest_configure(config):
     # A process of `-n 2` runs tests of every room, so it needs them anyway; a single file may not.
     if hasattr(config, "workerinput"):
-        from grpo_tasks.processes.libraries import import_libraries
+        from grpo_tasks.processes.fork_server import import_libraries
 
         import_libraries()
 

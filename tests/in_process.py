@@ -1,6 +1,7 @@
 """Built-in rewards scored in the process of a test: requests and replies as with a worker, without its second of start."""
 
 import json
+from types import SimpleNamespace
 
 from grpo_tasks.rewards import serve
 from grpo_tasks.rewards.suite import RewardSuite
@@ -10,16 +11,11 @@ from grpo_tasks.rewards.worker import RewardWorker
 class InProcessWorker(RewardWorker):
     """A RewardWorker whose other end is called here. For functions of ours only: a hang or a crash would be the test's own."""
 
-    running = True
-
     def start(self):
-        self.functions = serve.Functions()
+        self.functions, self.link = serve.Functions(), SimpleNamespace(has_unread_bytes=lambda: False)
 
     def close(self):
-        pass
-
-    def has_unread_bytes(self):
-        return False
+        self.link = None
 
     def exchange(self, what, message, shape, **_limits):
         reply = getattr(self.functions, what)(json.loads(json.dumps(message)))

@@ -1,5 +1,5 @@
 """Free ports, from the room that has them."""
 
-from grpo_tasks.processes.ports import free_ports
+from grpo_tasks.processes.serve import free_ports
 
 __all__ = ["free_ports"]

@@ -205,6 +205,52 @@ def test_only_kit_replaces_files_and_takes_locks():
     assert {"grpo_tasks/kit/files.py", "grpo_tasks/kit/lock.py"} <= found
 
 
+STARTS_ELSEWHERE = {
+    "grpo_tasks/cluster/node.py": "a shell that outlives the node, and removes its folder",
+    "grpo_tasks/operating/servers.py": "servers that go on when the command has ended",
+}
+"""Files outside kit and processes that call Popen or fork. subprocess.run, which waits, is free to all."""
+SLEEPS_ELSEWHERE = {
+    "flows/approval.py": "an event is sent several times, because Prefect may lose one",
+    "flows/ends.py": "Prefect tells nobody that a paused run goes on",
+    "grpo_tasks/cluster/sampling.py": "the driver tends all nodes in turns",
+    "grpo_tasks/cluster/servers.py": "the same",
+    "grpo_tasks/cluster/stage.py": "the same",
+    "grpo_tasks/grpo/sampler.py": "a thread that adds servers as long as the stage runs",
+    "grpo_tasks/judging/limits.py": "a turn comes when another process has given it back",
+    "grpo_tasks/operating/supervision.py": "the supervisor of the stack starts again what ends",
+    "grpo_tasks/running/prefect_server.py": "a server that starts may need several requests",
+    "grpo_tasks/running/slots.py": "Prefect tells nobody that a slot is free",
+    "grpo_tasks/running/step.py": "retries of a step where no Prefect runs it",
+}
+"""Files outside kit and processes with a loop that sleeps; the others call `wait_until`."""
+
+
+def _starts_or_sleeps(tree):
+    """Names of the calls of Popen and fork, and of those of sleep inside a loop."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While | ast.For)]
+    in_loop = {id(inner) for loop in loops for inner in ast.walk(loop)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("Popen", "fork", "forkpty", "posix_spawn"):
+                yield "start"
+            # `sleep` of an engine frees the memory of its server, and takes no argument.
+            elif name == "sleep" and id(node) in in_loop and node.args:
+                yield "sleep"
+
+
+@pytest.mark.slow
+def test_only_kit_and_processes_start_processes_and_sleep_in_loops():
+    found = {"start": set(), "sleep": set()}
+    for path in source_files():
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(("grpo_tasks/kit/", "grpo_tasks/processes/")):
+            for kind in _starts_or_sleeps(ast.parse(path.read_text(encoding="utf-8"))):
+                found[kind].add(name)
+    assert found == {"start": {*STARTS_ELSEWHERE}, "sleep": {*SLEEPS_ELSEWHERE}}
+
+
 STARTED_ABOVE = {
     ("grpo_tasks/stage/run.py", "grpo_tasks.grpo"): "a stage is a folder and a command: the engine that its spec names",
     ("grpo_tasks/stage/run.py", "grpo_tasks.trl_engine"): "the same",

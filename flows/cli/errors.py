@@ -15,7 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.panel import Panel
 
-from grpo_tasks.processes.signals import STOPPING, Signalled, ended_by
+from grpo_tasks.processes.lifetime import STOPPING, Signalled, ended_by
 from schemas.errors import EndedByOthers, TrackingError, UserError, refused_by_system
 
 READS = "MLflow cannot be read"

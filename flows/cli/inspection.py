@@ -127,7 +127,7 @@ def plan(
     with report_errors():
         size, settings = parse_size(memory), load_config(config, override)
         # Before anything else imports transformers.
-        from grpo_tasks.processes.libraries import import_libraries
+        from grpo_tasks.processes.fork_server import import_libraries
 
         import_libraries()
         from grpo_tasks.planning.memory_plan import stage_plans

@@ -18,8 +18,7 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from flows.sweeps.plans import Plan, plans_of
 from flows.sweeps.process import MODULE
 from flows.temporary_server import locked_flow
-from grpo_tasks.processes.child import POLL_S, Child, error_of
-from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
+from grpo_tasks.processes.child import ERROR, POLL_S, RESULT, SPEC, Child, error_of
 from grpo_tasks.running.links import mlflow_pages
 from grpo_tasks.running.orchestrator import flow_run_id, flow_run_url, locked, run_logger, show_artifact
 from grpo_tasks.sweeping.grid import Grid, Variant, make_grid

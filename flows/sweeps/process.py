@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.processes.child import SPEC, run_child
 from schemas.results.sweep import VariantSpec
 
 MODULE = "flows.sweeps.process"

@@ -18,7 +18,7 @@ from flows.sweeps.plans import require_planned
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.operating.automations import PRUNED
-from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.processes.child import RESULT
 from schemas.errors import PrunedError, UserError
 from schemas.results.sweep import VariantEnd, VariantSpec
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from grpo_tasks.cluster.connect import connected
 from grpo_tasks.cluster.stage import StageSupervisor
-from grpo_tasks.processes.entry import run_child
+from grpo_tasks.processes.child import run_child
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 
 

@@ -22,7 +22,7 @@ from grpo_tasks.cluster.node import Job, JobNode, Node, NodeFacts, Report
 from grpo_tasks.cluster.parcel import ParcelFile
 from grpo_tasks.cluster.placement import Share
 from grpo_tasks.cluster.versions import require_equal
-from grpo_tasks.processes.entry import DISK_FULL
+from grpo_tasks.processes.child import DISK_FULL
 from schemas.errors import ClusterError, DiskFullError, UserError, disk_full
 
 ANSWER_S = 60.0

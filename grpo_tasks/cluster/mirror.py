@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_tasks.content.hashes import files_below
 from grpo_tasks.kit.files import remove, replacing, unfinished_path
-from grpo_tasks.processes.entry import LOG
+from grpo_tasks.processes.child import LOG
 
 MOST_BYTES = 1 << 22
 """Most bytes of one file of lines in one delta."""

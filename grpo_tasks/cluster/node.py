@@ -7,7 +7,6 @@ node that has lost the head of its cluster ends all of its actors.
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from ray.util import get_node_ip_address
 from grpo_tasks.cluster.mirror import Delta, Mirrored, Outbox
 from grpo_tasks.cluster.parcel import MODULES, NodeFiles
 from grpo_tasks.cluster.versions import Versions, own_versions
-from grpo_tasks.processes.entry import ERROR, LOG, SPEC
-from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.ports import free_port
+from grpo_tasks.processes.child import ERROR, LOG, SPEC
+from grpo_tasks.processes.lifetime import start_module
+from grpo_tasks.processes.serve import free_port
 from schemas.paths import resolve
 
 JANITOR = 'exec 3<&0; (cat <&3; for attempt in 1 2 3 4 5; do sleep 1; rm -rf "$0"; done) > /dev/null 2>&1 &'
@@ -123,15 +122,9 @@ class JobNode(Node):
         # Processes that find each other by an address do so on the network of this one.
         found = interfaces(self._address) if "MASTER_ADDR" in environment else {}
         with (self._folder / LOG).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(self._folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {PARENT: str(os.getpid())} | environment | found,
-                # The user's modules are found in the working directory, as on the driver.
-                cwd=self.root / MODULES,
-            )
+            # The user's modules are found in the working directory, as on the driver.
+            own, cwd = os.environ | environment | found, self.root / MODULES
+            return start_module(module, self._folder, output=log, environment=own, cwd=cwd)
 
 
 def interfaces(address: str) -> dict[str, str]:

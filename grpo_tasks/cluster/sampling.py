@@ -25,7 +25,7 @@ from grpo_tasks.cluster.node import Job
 from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, interaction_at, model_at, model_files, module_files
 from grpo_tasks.cluster.placement import Demand, Reservation
 from grpo_tasks.content.modules import own_sources
-from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, chosen_rows
 from schemas.config.operations import ClusterConfig
 from schemas.errors import ClusterError

@@ -9,8 +9,6 @@ A server that is lost is started again at once, on its node or on another one. T
 import math
 import os
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +25,8 @@ from grpo_tasks.cluster.jobs import NodeLost, answer, join, start_actor
 from grpo_tasks.cluster.node import Node
 from grpo_tasks.cluster.parcel import model_at, model_files
 from grpo_tasks.cluster.placement import Share
-from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.ports import free_port
-from grpo_tasks.processes.serve import tail
+from grpo_tasks.processes.lifetime import start_module
+from grpo_tasks.processes.serve import free_port, tail
 from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, authorization, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.rollout import VllmConfig
@@ -79,15 +76,9 @@ class ServerNode(Node):
             )
         port, self._log = free_port(self._address), self.root / "weights.log"
         # By name: that room is a layer above this one.
-        command = ["grpo_tasks.web.weights_server", str(self.root / "weights"), self._address, str(port)]
+        module = "grpo_tasks.web.weights_server"
         with self._log.open("ab") as output:
-            self._receiver = subprocess.Popen(
-                [sys.executable, "-P", "-m", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | {PARENT: str(os.getpid())},
-            )
+            self._receiver = start_module(module, self.root / "weights", self._address, port, output=output)
         self._server = OwnServer(config, served, self.root / "vllm.log", host=self._address)
         self._server.start()
         self.check()

@@ -70,7 +70,7 @@ class LimitedModel:
         self._process.close()
 
     def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int, shape: type[Shape]) -> Shape:
-        if not self._process.running:
+        if self._process.link is None:
             self._process.start()
 
         reply = self._process.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes)

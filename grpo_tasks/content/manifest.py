@@ -12,7 +12,7 @@ from typing import Literal
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
 from grpo_tasks.kit.files import is_unfinished
-from grpo_tasks.processes.entry import ERROR, RESULT
+from grpo_tasks.processes.child import ERROR, RESULT
 from schemas.results.base import OutputFile
 
 NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})

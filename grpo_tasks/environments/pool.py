@@ -159,7 +159,7 @@ class EnvironmentPool:
         rewards = dict(zip(found, given, strict=True))
         for worker in {one.worker for one in found.values()}:
             numbers = [one.number for one in found.values() if one.worker is worker and one.generation == worker.generation]
-            if numbers and worker.running:
+            if numbers and worker.link is not None:
                 worker.ask("end", {"conversations": numbers}, Reply, BASE_BYTES)
         return [rewards.get(number) for number in conversations]
 

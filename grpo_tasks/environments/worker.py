@@ -124,7 +124,7 @@ class EnvironmentWorker(WorkerProcess):
             UserError: something cannot be imported, or ends the process.
         """
         # What ended it between two calls, such as a thread, is not the fault of the next conversation.
-        if self.running and not self.has_ended() and not self.has_unread_bytes():
+        if self.link is not None and not self.link.has_ended() and not self.link.has_unread_bytes():
             return []
         self.close()
         self.start()

@@ -6,21 +6,18 @@ With several nodes torchrun starts every rank with this command. On one node thi
 # ruff: noqa: E402 - import_libraries comes before what imports them
 import os
 import shutil
-import subprocess
-import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo_tasks.processes.libraries import import_libraries
+from grpo_tasks.processes.fork_server import import_libraries
 
 import_libraries()
 
 from grpo_tasks.grpo.sampler import SERVED, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.processes.entry import ERROR, run_child
-from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.processes.child import ERROR, run_child
+from grpo_tasks.processes.lifetime import start_module, wait_until
+from grpo_tasks.processes.serve import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -65,16 +62,15 @@ def _start_ranks(directory: Path, num_processes: int) -> None:
     """
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory)],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())},
+        start_module(
+            "grpo_tasks.grpo",
+            directory,
+            environment=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(num_processes)
     ]
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            time.sleep(POLL_S)
+        wait_until(lambda: any(rank.poll() for rank in ranks) or all(rank.poll() == 0 for rank in ranks), every_s=POLL_S)
     finally:
         for rank in ranks:
             rank.kill()

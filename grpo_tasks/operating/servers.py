@@ -35,9 +35,8 @@ from grpo_tasks.operating.commands import (
     worker_command,
 )
 from grpo_tasks.operating.form_check import WORKDIR
-from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity
+from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity, undisturbed
 from grpo_tasks.processes.serve import wait_until_up
-from grpo_tasks.processes.signals import undisturbed
 from schemas.errors import UserError
 
 START_LIMIT_S = 120.0

@@ -11,7 +11,7 @@ import polars as pl
 from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.places import parse_place
 from grpo_tasks.data.table import QUARANTINE, read_table
-from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.processes.child import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.errors import UserError
 

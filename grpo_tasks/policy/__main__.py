@@ -4,7 +4,7 @@ from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.processes.entry import RESULT, SPEC, run_child
+from grpo_tasks.processes.child import RESULT, SPEC, run_child
 from schemas.config.operations import ResourcesConfig
 from schemas.results.model import MergeSpec
 

@@ -3,8 +3,7 @@
 import time
 from pathlib import Path
 
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import RESULT, SPEC
+from grpo_tasks.processes.child import RESULT, SPEC, run_module
 from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef
 
 PROOF_PROMPTS = 16

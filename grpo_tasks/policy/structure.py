@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_tasks.policy.adapter_targets import add_adapter, uncovered
-from grpo_tasks.processes.entry import RESULT, SPEC, run_child
+from grpo_tasks.processes.child import RESULT, SPEC, run_child
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 from schemas.results.model import StructureNotes, StructureSpec

@@ -1,4 +1,15 @@
-"""Runs the heavy work of a step in a child process: its memory is free when the step ends, and a crash ends nothing else."""
+"""The heavy work of a step in a child process: its memory is free when the step ends, and a crash ends nothing else.
+
+    run_module (here)  ->  python -m MODULE DIRECTORY, forked by fork_server.py  ->  run_child (there)
+
+Both sides know only the files in DIRECTORY:
+
+    spec.json    in: what to do
+    result.json  out: what came of it, beside the files that the step makes
+    error.json   out, instead of a result: the error that the user is shown
+    notices.txt  out, while it works: what the user should know, a line each
+    log.txt      out: everything that it prints
+"""
 
 import contextlib
 import json
@@ -6,25 +17,31 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from grpo_tasks.processes.entry import DISK_FULL, ERROR, LOG, NOTICES
-from grpo_tasks.processes.fork_server import IMPORTS
-from schemas.errors import ChildDied, DiskFullError, Notice, UserError
+from grpo_tasks.processes.lifetime import die_with_parent, start_module
+from grpo_tasks.processes.serve import tail
+from schemas.errors import ChildDied, DiskFullError, Notice, UserError, disk_full
+from schemas.secret import hide_output
 
+SPEC, RESULT, ERROR, NOTICES, LOG = "spec.json", "result.json", "error.json", "notices.txt", "log.txt"
+DISK_FULL = 28
+"""Exit code of a child whose disk is full, where error.json cannot be written either; 28 is ENOSPC."""
+IMPORTS = "imports"
+"""Key of a request to the fork server that asks for no child, only for imports."""
 POLL_S = 0.1
 GRACE_S = 10.0
 """Longest wait for a child to end after a signal."""
-LOG_LINES_SHOWN = 15
 
 
 def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None = None) -> None:
-    """Run `python -m module directory` to its end; its output goes to `directory`/log.txt, its notices become warnings here.
+    """Run `python -m module directory` to its end; its notices become warnings here.
 
     `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too.
 
@@ -113,7 +130,7 @@ class Child:
 def prepare_child(*modules: str) -> None:
     """Start a fork server while this process is busy with other things: the next child then need not wait for its imports.
 
-    `modules` are what later children import beside the libraries that all of them need. The server imports them once.
+    `modules` are what later children import beside the libraries that all of them need.
     """
     if not Child.idle_servers:
         # If it cannot start, the next child starts another one, with a log.
@@ -125,16 +142,10 @@ def prepare_child(*modules: str) -> None:
 
 
 def _start_server(log: Path) -> Connection:
-    """Start a fork server whose own output goes to `log`; it ends when the connection is closed."""
+    """A fork server whose own output goes to `log`; it ends when the connection is closed."""
     ours, theirs = socket.socketpair()
     with theirs, log.open("ab") as file:
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tasks.processes.fork_server", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            pass_fds=(theirs.fileno(),),
-        )
+        start_module("grpo_tasks.processes.fork_server", theirs.fileno(), output=file, pass_fds=(theirs.fileno(),))
     return Connection(ours.detach())
 
 
@@ -144,10 +155,9 @@ def error_of(exit_code: int, module: str, directory: Path) -> UserError:
         return no_room(directory)
     if (directory / ERROR).exists():
         return UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
-    tail = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     return ChildDied(
-        "\n".join([f"{module} {how}; the end of its log:", *(f"    {line}" for line in tail)]),
+        f"{module} {how}; the end of its log:\n{tail(directory / LOG)}",
         place=str(directory / LOG),
         fix="run the same command again: finished steps are skipped, a stage continues from its last checkpoint"
         + (" (signal 9 is often the kernel out of memory: use smaller batches)" if exit_code == -9 else ""),
@@ -163,3 +173,36 @@ def no_room(directory: Path) -> DiskFullError:
         fix="free some space, then run the same command again: it continues from the last complete checkpoint; "
         "resources.output_dir moves the runs to another disk, stages.N.save_total_limit keeps fewer checkpoints",
     )
+
+
+def run_child(work: Callable[[Path], None]) -> None:
+    """Main function of a child process: run `work` on the folder that is its only argument."""
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
+    directory = Path(sys.argv[1])
+    die_with_parent()
+    hide_output()
+    (directory / ERROR).unlink(missing_ok=True)
+    show = warnings.showwarning
+
+    def showwarning(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        show(message, category, *rest, **options)
+        if issubclass(category, Notice):
+            with (directory / NOTICES).open("a", encoding="utf-8") as file:
+                file.write(" ".join(str(message).split()) + "\n")
+
+    warnings.showwarning = showwarning
+    warnings.simplefilter("default", Notice)
+    try:
+        try:
+            work(directory)
+        except UserError as error:
+            (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
+            traceback.print_exc()
+            sys.exit(error.exit_code)
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        sys.exit(DISK_FULL)

@@ -1,27 +1,77 @@
-"""Ties the life of a process to the life of the process that started it.
+"""How a process starts and ends: with the process that started it, or by a signal. Every child imports this first.
 
-    parent    starts the child with GRPO_PARENT_PID=<own pid> in its environment (`PARENT`)
+    parent    start_module(...), which puts GRPO_PARENT_PID=<own pid> (`PARENT`) into the environment
     child     calls `die_with_parent` first of all; the kernel then kills it when the parent ends, even by kill -9
 
-Linux only, by `prctl`; elsewhere the functions do nothing. Standard library only: every child imports this first.
+By `prctl`, so on Linux only; elsewhere nothing ties them.
 """
 
 import ctypes
+import math
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn, Self
 
 import psutil
 
 PARENT = "GRPO_PARENT_PID"
 """Environment variable with the pid of the process that a child must not outlive."""
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TOLERANCE_S = 1.0
 """Start times are computed from the time of the last boot, which moves a little when the clock is adjusted."""
+Handler = Callable[[int, FrameType | None], Any]
+STOPPING = "stopping; what is finished stays"
+
+
+def start_module(
+    module: str,
+    *arguments: object,
+    output: IO[bytes] | int | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    own_session: bool = False,
+    popen: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+) -> "subprocess.Popen[bytes]":
+    """Start `python -P -m module arguments` as a child of this process.
+
+    Args:
+        output: receives all that it prints. None: it goes where that of this process goes.
+        environment: all its variables; those of this process by default.
+        pass_fds: open files that it inherits.
+        own_session: Ctrl-C in the terminal, and signals to the process group, do not reach it.
+        popen: what starts it, for whoever has to see a `Popen` of its own kind.
+    """
+    return popen(
+        # -P: a file in the working directory, such as datasets.py, must not replace a library.
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**(os.environ if environment is None else environment), PARENT: str(os.getpid())},
+        cwd=cwd,
+        pass_fds=pass_fds,
+        start_new_session=own_session,
+    )
+
+
+def wait_until(condition: Callable[[], object], *, every_s: float, limit_s: float = math.inf) -> bool:
+    """Call `condition` again and again until it holds; False when it does not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(every_s)
+    return True
 
 
 def die_with_parent() -> None:
@@ -36,9 +86,8 @@ def die_with_parent() -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends; otherwise it would become a child of process 1."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +116,61 @@ class ProcessIdentity:
     def is_running(self) -> bool:
         """Whether the process has not ended."""
         return self.process() is not None
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal asks the process to end. Python would end at once, and MLflow would show the run as running for ever."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+    def end_process(self) -> NoReturn:
+        """End this process by the same signal: whoever started it sees by what it ended."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(self.number, signal.SIG_DFL)
+        os.kill(os.getpid(), self.number)
+        raise AssertionError
+
+
+@contextmanager
+def ended_by(*numbers: int, said: str = "") -> Iterator[None]:
+    """Within the block these signals raise `Signalled`, unless they are ignored (`nohup`) or somebody else handles them.
+
+    `said` goes to the standard error output at once: what the process holds may take seconds to release.
+    """
+
+    def handle(number: int, _: FrameType | None) -> NoReturn:
+        if said:
+            # Not print: the signal may have interrupted one.
+            os.write(2, f"{said}\n".encode())
+        raise Signalled(number)
+
+    free = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)]
+    with handled(dict.fromkeys(free, handle)):
+        yield
+
+
+@contextmanager
+def handled(handlers: dict[int, Handler]) -> Iterator[None]:
+    """Handle signals in this way within the block. Only the main thread can; in any other nothing happens."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep signals that end the process until the block is over: it starts something and notes it, or does neither."""
+    held: list[int] = []
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: held.append(number))):
+        yield
+    if held:
+        os.kill(os.getpid(), held[0])

@@ -6,26 +6,42 @@
 
 The supervisor ends the whole process group when it receives a signal to end, when its caller has ended, however that happened, or
 when the server has ended by itself, whose exit code it then has. The guard ends the group when the supervisor has ended. The
-sockets of the server are removed too: vLLM leaves them in the temporary folder. Standard library only: it has to start at once.
+sockets of the server are removed too: vLLM leaves them in the temporary folder.
 """
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.lifetime import PARENT, start_module, wait_until
 
+HOST = "127.0.0.1"
 POLL_S = 0.3
 GRACE_S = 8.0
 """Longest wait for the server to end after SIGTERM; what is left is killed."""
+
+
+def free_port(host: str = HOST) -> int:
+    """A port of an address of this machine that is free now; another process may take it before the caller does."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = HOST) -> list[int]:
+    """As many different free ports of an address."""
+    with ExitStack() as stack:
+        # All are open at once: a port that was closed again could be given a second time.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def start_server(
@@ -37,14 +53,14 @@ def start_server(
     pass_fds: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """Start a server below a supervisor, which is returned: it ends with the server, and ends it on SIGTERM."""
-    return popen(
-        [sys.executable, "-P", "-m", "grpo_tasks.processes.serve", *command],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env={**environment, PARENT: str(os.getpid())},
-        start_new_session=True,
+    return start_module(
+        "grpo_tasks.processes.serve",
+        *command,
+        output=output,
+        environment=environment,
         pass_fds=pass_fds,
+        own_session=True,
+        popen=popen,
     )
 
 
@@ -57,14 +73,13 @@ def wait_until_up(url: str, limit_s: float, *, is_ours: Callable[[], bool]) -> b
     import urllib.request
     from http.client import HTTPException
 
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+    def is_up() -> bool:
         if is_ours():
             with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - we started it
-                if answer.status == 200:
-                    return True
-        time.sleep(POLL_S)
-    return False
+                return int(answer.status) == 200
+        return False
+
+    return wait_until(is_up, every_s=POLL_S, limit_s=limit_s)
 
 
 def tail(log: Path, lines: int = 15) -> str:
@@ -85,11 +100,13 @@ def main(command: list[str]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, request_stop)
     sockets = tempfile.mkdtemp(prefix="vllm-")  # short: the path of a socket has at most 107 bytes
-    _fork_guard(sockets)
+    supervisor = os.getpid()
+    if os.fork() == 0:
+        wait_until(lambda: os.getppid() != supervisor, every_s=POLL_S)
+        _end_group(sockets)
     # The server inherits what the caller has passed on, such as a bound socket.
     server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets}, close_fds=False)
-    while server.poll() is None and not stop_requested and os.getppid() == caller:
-        time.sleep(POLL_S)
+    wait_until(lambda: server.poll() is not None or stop_requested or os.getppid() != caller, every_s=POLL_S)
     code = server.poll()
     if code is not None:
         # The guard ends what the server has left.
@@ -98,14 +115,6 @@ def main(command: list[str]) -> NoReturn:
     with suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)
     _end_group(sockets)
-
-
-def _fork_guard(sockets: str) -> None:
-    supervisor = os.getpid()
-    if os.fork() == 0:
-        while os.getppid() == supervisor:
-            time.sleep(POLL_S)
-        _end_group(sockets)
 
 
 def _end_group(sockets: str) -> NoReturn:

@@ -1,7 +1,10 @@
 """The worker's end of its socket: `answer_requests` is the main function of a process that runs a user's code.
 
-Requests and replies are JSON in frames on a socket of their own, so nothing that the code prints can be taken for a reply. A hang
-is ended from outside. The code can reach everything in this process, so the parent checks every reply (worker_process.py).
+Requests and replies are JSON in frames on a socket of their own, so nothing that the code prints can be taken for a reply:
+
+    frame = MAGIC | length of the payload in bytes | payload
+
+A hang is ended from outside. The code can reach everything in this process, so the parent checks every reply (worker_process.py).
 """
 
 import asyncio
@@ -9,15 +12,21 @@ import ctypes
 import inspect
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from grpo_tasks.processes.framing import CHUNK_BYTES, HEADER, frame
 from grpo_tasks.processes.lifetime import die_with_parent
 from schemas.errors import UserError
 from schemas.secret import hide_output
+
+MAGIC = b"GRPO"
+HEADER = struct.Struct("!4sQ")
+"""MAGIC and the length of the payload in bytes."""
+CHUNK_BYTES = 2**20
+"""Bytes passed to one system call."""
 
 # Kept here because a user's code may replace them in their modules, as gevent does.
 _dumps, _loads = json.dumps, json.loads
@@ -64,6 +73,11 @@ def answer_requests(handlers: Mapping[str, Callable[[dict[str, Any]], Mapping[st
             # A completion can hold lone surrogates. UTF-8 has no form for them, and the parent refuses their escapes.
             text = _dumps({"request": request["request"], **reply}, ensure_ascii=False)
             write_frame(descriptor, text.encode(errors="replace"))
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload with its header."""
+    return HEADER.pack(MAGIC, len(payload)) + payload
 
 
 def write_frame(descriptor: int, payload: bytes) -> None:

@@ -2,8 +2,8 @@
 
     WorkerProcess.exchange  --JSON-->  MODULE (started by worker_supervisor.py, output to the log)  --JSON-->  Reply | WorkerFault
 
-Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. An
-exchange that does any of it costs the process and nothing else. The caller says what a reply looks like, and what a fault means.
+Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. The
+caller says what a reply looks like, and what a fault means.
 
 Two sockets lead to it. Deadlines are values of time.monotonic(); every wait has one, whatever the other side does.
 
@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,8 +29,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import psutil
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from grpo_tasks.processes.framing import CHUNK_BYTES, EXIT_QUERY, HEADER, MAGIC, READY, frame
-from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.lifetime import start_module
+from grpo_tasks.processes.worker_main import CHUNK_BYTES, HEADER, MAGIC, frame
+from grpo_tasks.processes.worker_supervisor import EXIT_QUERY, READY
 from schemas.errors import UserError
 
 CLOSE_S = 10.0
@@ -52,14 +52,14 @@ class WorkerEndedError(Exception):
     """The worker or its supervisor has ended."""
 
 
-def _reported(text: Any) -> UserError:
+def _read_error(text: Any) -> UserError:
     try:
         return UserError.from_json(text)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("no error of ours") from error
 
 
-ReportedError = Annotated[UserError, PlainValidator(_reported)]
+ReportedError = Annotated[UserError, PlainValidator(_read_error)]
 """Field of a reply: the error that a handler of the worker raised."""
 
 
@@ -131,47 +131,40 @@ class WorkerProcess:
         self.module, self.log, self._environment = module, log, dict(environment or {})
         self.limit_bytes = int(min(limit_bytes, MEMORY_SHARE * psutil.virtual_memory().total))
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: WorkerLink | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether the child was started and no fault has ended it."""
-        return self._link is not None
+        self.link: WorkerLink | None = None
+        """None: the child was not started, or a fault has ended it."""
 
     def start(self) -> None:
         """Start the child. It answers the first exchange when it has imported its module."""
-        self._link = WorkerLink()
-        data, control = self._link.worker_ends
+        self.link = WorkerLink()
+        data, control = self.link.worker_ends
         with data, control, (self.log or Path(os.devnull)).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_tasks.processes.worker_supervisor", self.module]
-                + [str(number) for number in (data.fileno(), control.fileno(), self.limit_bytes)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(data.fileno(), control.fileno()),
-                env=os.environ | self._environment | {PARENT: str(os.getpid())},
-                # A session of its own, so that Ctrl-C in the terminal reaches the parent only.
-                start_new_session=True,
+            descriptors = (data.fileno(), control.fileno())
+            self._process = start_module(
+                "grpo_tasks.processes.worker_supervisor",
+                *(self.module, *descriptors, self.limit_bytes),
+                output=log,
+                environment=os.environ | self._environment,
+                pass_fds=descriptors,
+                own_session=True,
             )
 
     def close(self) -> None:
         """End the process and everything that it started."""
-        if self._link is not None:
-            self._link.close()
+        if self.link is not None:
+            self.link.close()
         if self._process is not None:
-            _wait(self._process)
-        self._process = self._link = None
-
-    def has_unread_bytes(self) -> bool:
-        """Whether something in the child writes to the socket on its own, so that no later reply of it could be trusted."""
-        assert self._link is not None
-        return self._link.has_unread_bytes()
-
-    def has_ended(self) -> bool:
-        """Whether the child has ended between two exchanges."""
-        assert self._link is not None
-        return self._link.has_ended()
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                # The supervisor hangs: its descendants first, which nobody would find after it.
+                with suppress(psutil.Error):
+                    for one in psutil.Process(self._process.pid).children(recursive=True):
+                        with suppress(psutil.Error):
+                            one.kill()
+                self._process.kill()
+                self._process.wait()
+        self._process = self.link = None
 
     def exchange(
         self, what: str, message: Mapping[str, Any], shape: type[Shape], *, limit_s: float, max_bytes: int, label: str = ""
@@ -186,23 +179,23 @@ class WorkerProcess:
             max_bytes: maximum size of the reply.
             label: name of the exchange for the log; its kind by default.
         """
-        assert self._link is not None
+        assert self.link is not None
         # Random, so that a function cannot prepare a reply to a later request.
         request = secrets.token_hex(8)
         payload = json.dumps({"request": request, "what": what, **message}).encode()
         deadline = time.monotonic() + limit_s
-        self._link.begin_call(label or what, deadline)
+        self.link.begin_call(label or what, deadline)
         try:
-            self._link.send(payload, deadline)
-            reply = shape.read(self._link.receive(max_bytes, deadline), request, message)
+            self.link.send(payload, deadline)
+            reply = shape.read(self.link.receive(max_bytes, deadline), request, message)
         except TimeoutError:
-            fault = WorkerFault("hung", measured=self._link.received)
+            fault = WorkerFault("hung", measured=self.link.received)
         except MalformedReplyError as error:
             fault = WorkerFault("broken", str(error))
         except WorkerEndedError:
-            fault = _exit_fault(self._link.read_exit_report())
+            fault = _exit_fault(self.link.read_exit_report())
         else:
-            self._link.send_order("")
+            self.link.send_order("")
             return reply
         self.close()
         return fault
@@ -221,22 +214,9 @@ def _exit_fault(report: Mapping[str, Any]) -> WorkerFault:
     return WorkerFault("ended", f"signal {names.get(-code, -code)}")
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the supervisor to end. Kill it and all its descendants if it does not."""
-    try:
-        process.wait(CLOSE_S)
-    except subprocess.TimeoutExpired:
-        with suppress(psutil.Error):
-            for one in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    one.kill()
-        process.kill()
-        process.wait()
-
-
 class WorkerLink:
-    """Two connected pairs of sockets. Close `worker_ends`, those of the other side, once the child process has inherited them: as
-    long as any copy is open, the end of the worker does not show as an end of file."""
+    """Two connected pairs of sockets. Close `worker_ends` once the child has inherited them: as long as any copy is open, the end
+    of the worker does not show as an end of file."""
 
     def __init__(self) -> None:
         self.data, worker_data = socket.socketpair()
@@ -257,13 +237,13 @@ class WorkerLink:
             one.close()
 
     def begin_call(self, label: str, deadline: float) -> None:
-        """Tell the supervisor that a call begins, and wait a moment until it has assigned earlier output to the call before."""
+        """Tell the supervisor that a call begins, and wait a moment until it has assigned earlier output to the last one."""
         self.send_order(label)
         self._control_ready(min(time.monotonic() + READY_LIMIT_S, deadline))
         self.has_ended()
 
     def send_order(self, order: str) -> None:
-        """Send an order to the supervisor: a call begins (its label), has ended (empty), or EXIT_QUERY. Never raises."""
+        """Send an order (worker_supervisor.py) to the supervisor; never raises."""
         # If the supervisor has ended or does not read, the wait for the reply finds out.
         with suppress(OSError):
             self.control.send(f"{order}\n".encode())
@@ -308,7 +288,7 @@ class WorkerLink:
         return bytes(received[HEADER.size :])
 
     def has_unread_bytes(self) -> bool:
-        """Whether bytes have arrived that belong to no request."""
+        """Whether code in the worker writes to the socket on its own: no later reply of it could be trusted."""
         try:
             return bool(self.data.recv(1, socket.MSG_PEEK))
         except OSError:

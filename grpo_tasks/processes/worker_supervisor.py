@@ -6,6 +6,8 @@ and cleans up everything it starts.
                                    v
                                   log (stderr), the first lines of each call
 
+CONTROL carries orders in plain lines: the label of the call that begins, an empty one when a call has ended, or EXIT_QUERY.
+
 DATA and CONTROL are file descriptors, MEMORY a limit in bytes. Whatever a function leaves running becomes a child of the
 supervisor (Linux), which kills all of it when the worker or the parent ends or the memory of all exceeds the limit; a second
 process does the same if the supervisor is killed.
@@ -17,7 +19,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +27,12 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.processes.framing import EXIT_QUERY, READY
-from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
+from grpo_tasks.processes.lifetime import PARENT, adopt_orphans, start_module
 
+EXIT_QUERY = "?"
+"""Order: report how the worker ended, because its socket is closed."""
+READY = b"."
+"""The reply to an order with a label: output from now on belongs to that call."""
 CHECK_S, IDLE_CHECK_S = 0.05, 1.0
 """Time between two checks of the memory during a call, and outside, when only something left behind could use memory."""
 MAX_CHECK_SHARE = 0.05
@@ -107,16 +111,8 @@ class WorkerSupervisor:
         self._exit_deadline = math.inf
         self._orders = b""
         self.output, printed = os.pipe()
-        self.worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(data)],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            pass_fds=(data,),
-            env=os.environ | {PARENT: str(os.getpid())},
-            # A session of its own, so that a function that signals its process group does not reach the supervisor.
-            start_new_session=True,
-        )
+        # A session of its own, so that a function that signals its process group does not reach the supervisor.
+        self.worker = start_module(module, data, output=printed, pass_fds=(data,), own_session=True)
         os.close(printed)
         os.close(data)
         os.set_blocking(self.output, False)

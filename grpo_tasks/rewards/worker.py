@@ -143,12 +143,13 @@ class RewardWorker(WorkerProcess):
         return spread(self._score(name, batch.take(indices), limit_s), indices, len(batch))
 
     def _score(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | RewardFault:
-        if not self.running:
+        if self.link is None:
             try:
                 self._load()
             except UserError as error:
                 return RewardFault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
-        if self.has_unread_bytes():
+        assert self.link is not None
+        if self.link.has_unread_bytes():
             self.close()
             unrequested = "an earlier call, or a thread that it started, wrote to the socket of the worker process"
             return RewardFault("broken", f"could not be called: {unrequested} outside any request", fix=_DESCRIPTOR_FIX)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_tasks.kit.files import replacing
-from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec
 

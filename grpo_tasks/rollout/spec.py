@@ -6,8 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.processes.child import SPEC, run_module
 from schemas.config.completion import CompletionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig

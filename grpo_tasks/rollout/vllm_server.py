@@ -19,8 +19,7 @@ import httpx
 import torch
 from jaxtyping import Float
 
-from grpo_tasks.processes.ports import HOST, free_port
-from grpo_tasks.processes.serve import start_server, tail, wait_until_up
+from grpo_tasks.processes.serve import HOST, free_port, start_server, tail, wait_until_up
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError

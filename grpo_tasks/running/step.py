@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.manifest import find_changes, take_manifest
-from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact
 from grpo_tasks.running.slot_names import slots_of

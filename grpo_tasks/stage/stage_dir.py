@@ -20,7 +20,7 @@ from typing import Self
 
 from pydantic import Field
 
-from grpo_tasks.processes.entry import LOG, RESULT, SPEC
+from grpo_tasks.processes.child import LOG, RESULT, SPEC
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import TaskConfig
 from schemas.config.model import ModelConfig

@@ -11,7 +11,7 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.report import report_markdown
 from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
-from grpo_tasks.processes.entry import LOG
+from grpo_tasks.processes.child import LOG
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig

@@ -22,7 +22,7 @@ from mlflow.models import Model
 from pydantic import Field
 
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.models import ADAPTER, FOLDER
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.config.operations import TrackingConfig

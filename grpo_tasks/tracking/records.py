@@ -19,7 +19,7 @@ from mlflow.entities import AssessmentSource, Dataset, DatasetInput, InputTag, N
 from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.content.modules import own_sources
-from grpo_tasks.processes.entry import LOG, RESULT
+from grpo_tasks.processes.child import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper

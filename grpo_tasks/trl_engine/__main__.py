@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from grpo_tasks.processes.entry import run_child
+from grpo_tasks.processes.child import run_child
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.trainer import train

@@ -114,7 +114,7 @@ def without_servers(stages, nodes, name):
 
 def started(directory, code="from grpo_tasks.cluster.__main__ import main"):
     """The driver of a stage."""
-    call = f"{code}\nimport sys\nfrom grpo_tasks.processes.entry import run_child\nrun_child(main)"
+    call = f"{code}\nimport sys\nfrom grpo_tasks.processes.child import run_child\nrun_child(main)"
     with directory.log.open("ab") as log:
         return subprocess.Popen([sys.executable, "-P", "-c", call, str(directory.root)], stdout=log, stderr=log)
 

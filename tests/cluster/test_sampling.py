@@ -11,7 +11,7 @@ import pytest
 from grpo_tasks.cluster.node import Job, JobNode
 from grpo_tasks.cluster.parcel import BASE
 from grpo_tasks.cluster.sampling import MIRRORED, joined, sample_files, shards, spec_at
-from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.processes.child import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from schemas.config.operations import ResourcesConfig

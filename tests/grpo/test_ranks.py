@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.processes.ports import free_port
+from grpo_tasks.processes.serve import free_port
 
 SHOW = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 from tests.ports import free_ports
 
 HALVES = """
-from grpo_tasks.processes.libraries import import_libraries
+from grpo_tasks.processes.fork_server import import_libraries
 import_libraries()
 import torch
 from grpo_tasks.policy.batch import token_batch

@@ -10,7 +10,7 @@ import torch
 
 from grpo_tasks.processes.child import Child, prepare_child, run_module
 from schemas.errors import ChildDied, ModelError
-from tests.processes.waiting import until
+from tests.processes.waiting import has_ended, until
 
 
 def test_a_user_error_raised_in_the_child_is_raised_here_unchanged(tmp_path):
@@ -30,37 +30,32 @@ def test_a_child_that_dies_silently_is_reported_with_its_log(tmp_path):
     assert str(tmp_path / "log.txt") in str(caught.value)
 
 
-def test_later_children_are_forked_by_the_server_of_the_first(tmp_path):
-    for _ in range(2):
-        with pytest.raises(ChildDied, match="exit code 1"):
-            run_module("grpo_tasks.no_such_room", tmp_path)
-    assert len(servers_of(os.getpid())) == 1
-
-
-@pytest.mark.slow
-def test_a_server_that_was_prepared_forks_the_first_child(tmp_path):
+@pytest.fixture
+def no_server():
     for server in Child.idle_servers:
         server.close()
     Child.idle_servers.clear()
     until(lambda: not servers_of(os.getpid()))
+
+
+@pytest.mark.slow
+def test_one_server_that_was_prepared_forks_all_children(tmp_path, no_server):
     prepare_child()
     prepared = servers_of(os.getpid())
-    with pytest.raises(ChildDied, match="exit code 1"):
-        run_module("grpo_tasks.no_such_room", tmp_path)
+    for _ in range(2):
+        with pytest.raises(ChildDied, match="exit code 1"):
+            run_module("grpo_tasks.no_such_room", tmp_path)
     assert servers_of(os.getpid()) == prepared
     assert len(prepared) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a process that may have opened a GPU is not forked")
-def test_announced_modules_are_imported_once_for_all_children(tmp_path, monkeypatch):
+def test_announced_modules_are_imported_once_for_all_children(tmp_path, monkeypatch, no_server):
     count = tmp_path / "count"
     (tmp_path / "announced.py").write_text(f"open({str(count)!r}, 'a').write('once ')")
     (tmp_path / "asks.py").write_text("import announced")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for server in Child.idle_servers:
-        server.close()
-    Child.idle_servers.clear()
     prepare_child("announced", "no_such_module")
     for _ in range(2):
         run_module("asks", tmp_path)
@@ -72,13 +67,13 @@ def test_modules_may_be_announced_to_a_server_that_was_killed(tmp_path):
     prepare_child()
     for server in servers_of(os.getpid()):
         server.kill()
-        until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+        until(lambda server=server: has_ended(server.pid))
     prepare_child("json")
     with pytest.raises(ChildDied, match="No module named"):
         run_module("grpo_tasks.no_such_room", tmp_path)
 
 
-def test_a_child_works_in_the_directory_of_its_caller(tmp_path, monkeypatch):
+def test_a_child_works_in_its_callers_directory_and_ends_with_an_interrupt(tmp_path, monkeypatch):
     with pytest.raises(ChildDied):
         run_module("grpo_tasks.no_such_room", tmp_path)
     (tmp_path / "elsewhere").mkdir()
@@ -93,17 +88,6 @@ def test_a_child_works_in_the_directory_of_its_caller(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_module("grpo_tasks.policy", tmp_path, tick=note_and_interrupt)
     assert seen == [str(tmp_path / "elsewhere")]
-
-
-def test_an_interrupted_wait_ends_the_child(tmp_path):
-    os.mkfifo(tmp_path / "spec.json")  # its reader waits for ever
-
-    def interrupt():
-        assert children_with(tmp_path)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_module("grpo_tasks.policy", tmp_path, tick=interrupt)
     assert not children_with(tmp_path)
 
 

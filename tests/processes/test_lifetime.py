@@ -1,13 +1,15 @@
-"""A child process dies with its parent, and orphans find a new one."""
+"""A child process dies with its parent, orphans find a new one, and a process is known by more than its pid."""
 
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
+import psutil
 import pytest
 
-from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.lifetime import PARENT, ProcessIdentity
 from tests.processes.waiting import has_ended, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl exists on Linux only")
@@ -53,3 +55,20 @@ def test_a_child_whose_parent_ended_early_ends_itself():
 def test_a_process_that_adopts_orphans_becomes_the_parent_of_its_grandchildren():
     adopts = subprocess.run([sys.executable, "-c", ADOPTS], capture_output=True, text=True, check=True)
     assert adopts.stdout == "True\n", "only a parent can wait for a process"
+
+
+def test_an_ended_process_is_not_running_before_it_is_collected():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    identity = ProcessIdentity.of(child.pid)
+    assert identity.is_running()
+    child.kill()
+    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    assert not identity.is_running(), "a zombie"
+    child.communicate()
+    assert not identity.is_running()
+
+
+def test_another_process_with_the_same_pid_is_not_taken_for_it():
+    own = ProcessIdentity.of()
+    earlier = replace(own, born=own.born - 60)
+    assert earlier.process() is None

@@ -9,8 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from grpo_tasks.processes.framing import EXIT_QUERY, HEADER, MAGIC, READY, frame
+from grpo_tasks.processes.worker_main import HEADER, MAGIC, frame
 from grpo_tasks.processes.worker_process import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.processes.worker_supervisor import EXIT_QUERY, READY
 
 FOREVER = float("inf")
 

@@ -1,6 +1,7 @@
 """A server and everything it starts end with the process that wanted the server, however that one ends."""
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_tasks.processes.serve import HOST, free_port, free_ports
 from tests.processes.waiting import has_ended, until
 
 SUPERVISED = [sys.executable, "-P", "-m", "grpo_tasks.processes.serve"]
@@ -73,3 +75,13 @@ def test_a_killed_caller_takes_everything_with_it(server, started):
     caller.wait()
     assert_nothing_left(*everything)
     until(lambda: all(map(has_ended, supervisors)))
+
+
+def test_free_ports_are_different_and_can_be_listened_on():
+    with socket.create_server((HOST, 0)) as server:
+        ports = [*free_ports(20), free_port()]
+        assert server.getsockname()[1] not in ports
+    assert len(set(ports[:20])) == 20
+    for port in ports:
+        with socket.create_server((HOST, port)):
+            pass

@@ -92,7 +92,7 @@ def test_writing_to_the_socket_is_a_named_fault(worker_of, make_batch):
 def test_bytes_written_between_two_calls_fail_the_next_call_and_no_other(worker_of, make_batch):
     worker = worker_of("writes")
     assert isinstance(worker.call("writes", make_batch("later"), 30.0), FunctionScores)
-    until(worker._link.has_unread_bytes)
+    until(worker.link.has_unread_bytes)
     outcome = worker.call("writes", make_batch("honest"), 30.0)
     assert isinstance(outcome, RewardFault)
     assert "outside any request" in outcome.detail

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.processes.framing import HEADER, MAGIC, frame
+from grpo_tasks.processes.worker_main import HEADER, MAGIC, frame
 from grpo_tasks.processes.worker_process import MalformedReplyError, WorkerEndedError, WorkerLink
 from grpo_tasks.rewards.contract import (
     MAX_EXTRA_CHARS,

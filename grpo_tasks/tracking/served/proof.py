@@ -18,7 +18,7 @@ from typing import Any
 import mlflow.artifacts
 import mlflow.pyfunc
 
-from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.load import load_tokenizer, new_policy
-from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.processes.serve import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen2Con
 
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.load import load_tokenizer, new_policy, save_trained
-from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.processes.serve import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Completion
 from grpo_tasks.rollout.server_client import Client, deliver, withdraw
