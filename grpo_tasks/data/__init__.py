@@ -5,10 +5,10 @@
     records      Record -> Row                   structure checked, faults noted
     chunks       Row -> rows.parquet             big files in parallel
     normalise    Row -> prompt, answer, prompt_id
-    rules        WHAT MAKES A ROW BAD: the table of reason codes;  checks: how each is checked
+    rules        WHAT MAKES A ROW BAD: the table of reason codes, and how each is checked
     chat_tokens  prompt -> tokens after the chat template
     judge        every rule on every row;  split: train or eval
-    report       train.parquet, eval.parquet, quarantine.parquet, report.md
+    validation   train.parquet, eval.parquet, quarantine.parquet, report.md
     table        PromptRow for the lab, the trainer and the evaluation
 
 Reading never refuses a row, and judging never drops one: a refused row is in the quarantine with file, line, rule and value.

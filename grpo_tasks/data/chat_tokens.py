@@ -32,13 +32,13 @@ _PROBES = (_CONTENT, f" \n{_CONTENT}\t \n", f"</think>{_CONTENT}<tool_call>\n{{}
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, up to and including the opening of the assistant's turn."""
+    """A tokenizer's chat template, with the opening of the assistant's turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def refusal(self, messages: Sequence[Message]) -> str:
-        """The template's own message about a chat that it refuses; empty where it does not."""
+        """The template's own message about a chat that it refuses; empty otherwise."""
         [made] = rendered_all(self._tokenizer, [messages], opened=True)
         return str(made) if isinstance(made, RefusedError) else ""
 
@@ -48,7 +48,7 @@ class ChatTemplate:
         return [None if isinstance(text, RefusedError) else text for text in made]
 
     def render_column(self, messages: pl.Series) -> pl.Series:
-        """Texts of a column of chats (schemas/tables.py MESSAGES); null where the template refuses or the chat is null."""
+        """`render_all` of a column (schemas/tables.py MESSAGES); null where the template refuses or the chat is null."""
         shapes = _shapes(messages)
         made = [shapes.select("index", text="user").clear()]
         for (plain, system), rows in shapes.partition_by("plain", "system", as_dict=True).items():
@@ -87,11 +87,6 @@ class TokenCounter:
         """The tokenizer's own markers, none of which may occur in a message."""
         return list(special_tokens(self.tokenizer).values())
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return len(self.tokenizer)
-
     def count(self, chats: Sequence[Sequence[Message]]) -> list[int]:
         """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat.
 
@@ -105,11 +100,9 @@ class TokenCounter:
         return self._count_texts([text for text in texts if text is not None])
 
     def count_column(self, messages: pl.Series, *, limit: int | None = None) -> pl.Series:
-        """Tokens of each chat of a column; null where the template refuses it or the chat is null.
+        """`count` of a column; null where the template refuses the chat or it is null.
 
-        Args:
-            messages: column of schemas/tables.py MESSAGES.
-            limit: in tokens; rows that are provably within it get an upper bound instead of the exact count.
+        Rows that are provably within `limit` tokens get an upper bound instead of the exact count.
         """
         first = messages.list.first().struct
         is_plain = ((messages.list.len() == 1) & (first.field("role") == PLAIN)).fill_null(value=False)
@@ -158,11 +151,11 @@ class TokenCounter:
                     fix="remove it, or remove the stop strings that contain special tokens",
                 )
         for token_id in sorted(stop_token_ids(self.tokenizer, rollout.stop_token_ids)):
-            if token_id >= self.vocab_size:
+            if token_id >= len(self.tokenizer):
                 raise ConfigError(
-                    f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
+                    f"there is no token {token_id}; the vocabulary has {len(self.tokenizer)}",
                     place="rollout.stop_token_ids",
-                    fix=f"choose an id from 0 to {self.vocab_size - 1}",
+                    fix=f"choose an id from 0 to {len(self.tokenizer) - 1}",
                 )
 
     def _count_texts(self, texts: Sequence[str], *, plain: bool = False) -> list[int]:
@@ -226,7 +219,7 @@ def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
 
 
 def _shapes(messages: pl.Series) -> pl.DataFrame:
-    """Columns index, plain (one user message, perhaps after one of few system messages), system, user. Null chats are out."""
+    # index; plain: one user message, perhaps after one of few system messages; system; user. Null chats are out.
     chat = pl.col("messages")
     first, last = chat.list.first().struct, chat.list.last().struct
     user_only = (chat.list.len() == 1) & (last.field("role") == "user")

@@ -67,7 +67,6 @@ class ScanSummary:
     with_answer: int = 0
     with_task: int = 0
     from_messages: int = 0
-    """Rows whose prompt is the column `messages`."""
     columns: list[str] = field(default_factory=list)
     """Of the first readable row."""
 
@@ -129,13 +128,12 @@ def missing_column(place: str, columns: Sequence[str], setting: str, *wanted: st
 class Chunk(NamedTuple):
     """Consecutive rows of a source."""
 
-    table: pa.Table
-    """Columns of RAW_ARROW."""
+    table: pa.Table  # RAW_ARROW
     summary: ScanSummary
 
 
 def read_chunks(records: Iterable[Record], columns: Columns, *, split: str, source: str) -> Iterator[Chunk]:
-    """Turn records into chunks of at most _CHUNK_ROWS rows."""
+    """Chunks of at most _CHUNK_ROWS rows."""
     rows, lines, summary = list[RawRow](), list[int](), ScanSummary()
     for read in records:
         renamed = columns.rename and read.fields is not None
@@ -186,7 +184,7 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
 
 
 def raw_table(rows: Sequence[RawRow], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
-    """The rows of one source, each with its line."""
+    """RAW_ARROW of rows of one source."""
     questions, roles, contents, answer, extras, faults, texts, answers, tasks = zip(*rows, strict=True)
     # None instead of an empty list for the many rows without a fault
     fault_dicts = [[fault._asdict() for fault in found] if found else None for found in faults]

@@ -91,16 +91,13 @@ def wrong_encoding(path: Path, encoding: str) -> Iterator[None]:
 class Span(NamedTuple):
     """A range of complete lines of a file."""
 
-    start: int
-    """Offset of the first byte."""
-    end: int
-    """Offset after the last."""
-    line: int
-    """Number of the first line, from 1."""
+    start: int  # offset of the first byte
+    end: int  # offset after the last
+    line: int  # number of the first line, from 1
 
 
 def line_spans(path: Path) -> Iterator[Span]:
-    """Cut a JSONL file at line ends into spans of about SPAN_BYTES, to be read in parallel; raises as `read_jsonl` does."""
+    """Cut a JSONL file at line ends into spans of about SPAN_BYTES; raises as `read_jsonl` does."""
     with path.open("rb") as file:
         refuse_other_format(path, file)
         start = end = file.tell()
@@ -118,7 +115,7 @@ def line_spans(path: Path) -> Iterator[Span]:
 
 
 def read_span(path: Path, span: Span, *, answer_column: str) -> Iterator[Record]:
-    """Records of one span of a JSONL file, by line number."""
+    """Records of one span."""
     with path.open("rb") as file:
         file.seek(span.start)
         yield from _records(_lines(file, span.line, span.end - span.start), answer_column)
@@ -134,7 +131,7 @@ def refuse_other_format(path: Path, file: BinaryIO) -> None:
 
 
 def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
-    """One line of JSON as a record."""
+    """One line of JSON."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -146,7 +143,7 @@ def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
         return Record(line, None, (Fault("unreadable_line", f"{error.msg}: {shown}"),))
     if not isinstance(value, dict):
         return _record(line, value)
-    faults = _duplicate_keys(raw) if _may_have_duplicate_keys(raw, value) else ()
+    faults = _duplicate_keys(raw) if _may_repeat_a_key(raw, value) else ()
     answer = value.get(answer_column)
     if isinstance(answer, float) and abs(answer) >= _EXACT_FLOAT:
         value[answer_column] = json.loads(raw).get(answer_column)  # orjson rounds integers beyond 64 bits
@@ -180,7 +177,7 @@ def _lines(file: BinaryIO, line: int = 1, num_bytes: float = math.inf) -> Iterat
         line += 1
 
 
-def _may_have_duplicate_keys(raw: bytes, value: dict[str, object]) -> bool:
+def _may_repeat_a_key(raw: bytes, value: dict[str, object]) -> bool:
     # A certain answer costs ten times the parsing, so colons are counted first. The line has one for every key, duplicates
     # included, and those inside its strings. The parsed value, serialised again, has one for every distinct key, and the same
     # strings. Escaped colons would make the counts differ, so such lines are always checked.

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from grpo_tasks.data.checks import (
+from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
+from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
+from grpo_tasks.data.rules import (
+    RULES,
     RowRule,
     add_views,
     broken_row_rules,
+    check_ignored,
     find_contradictions,
     find_duplicates,
     relation_keys,
     row_rules,
 )
-from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
-from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
-from grpo_tasks.data.rules import RULES, check_ignored
 from schemas.config.data import PromptFormat
 from schemas.config.run import RunConfig
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
@@ -49,18 +50,17 @@ class RowVerdict:
 
     rows: int
     accepted: pl.DataFrame
-    """Columns of schemas/tables.py Prompts, and `split`, in reading order."""
+    """Prompts (schemas/tables.py) and `split`, in reading order."""
     quarantine: pl.DataFrame
-    """Columns of schemas/tables.py Quarantine, in reading order, causes before effects."""
+    """Quarantine (schemas/tables.py), in reading order, causes before effects."""
     rules: list[RuleCount]
-    """For every rule, in the order of the table: the number of rows that break it."""
+    """Every rule, in the order of the table."""
     ignored: frozenset[str]
     prompt_tokens: TokenLengths
     format: PromptFormat
     dropped: pl.DataFrame
-    """Rows that repeat an earlier one (data.duplicates: drop): columns source, line, value, in reading order."""
+    """Rows that repeat an earlier one (data.duplicates: drop): columns source, line, value."""
     near: NearDuplicates
-    """Accepted training rows that are nearly held out."""
 
     @property
     def num_quarantined(self) -> int:
@@ -75,7 +75,7 @@ class RowVerdict:
         return [TaskRows.model_validate(row) for row in counts.filter(pl.col("task") != "").iter_rows(named=True)]
 
     def split(self, name: str) -> pl.DataFrame:
-        """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""
+        """The accepted rows of `train` or `eval`."""
         return self.accepted.filter(split=name).drop("split")
 
     def prompts_that_begin_with(self, text: str) -> int:
@@ -90,13 +90,7 @@ class RowVerdict:
 
 
 def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", markers: Sequence[str]) -> RowVerdict:
-    """Apply every rule to `rows` (schemas/tables.py Raw).
-
-    Args:
-        rows: as read, in reading order.
-        config: its data, validation and completion.tags sections, and the seed of the split.
-        counter: prompt lengths after the chat template.
-        markers: special tokens that no prompt may contain.
+    """Apply every rule to `rows` (schemas/tables.py Raw); `markers` are special tokens that no prompt may contain.
 
     Raises:
         ConfigError: answer_pattern is not a pattern with a group, or ignore_rules names an unknown or a required rule.
@@ -122,20 +116,32 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", mar
     # A refused eval row is not part of the evaluation, so a training row cannot leak into it.
     leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
     broken = pl.concat([broken, leaks.filter(~pl.col("rule").is_in(list(ignored)))])
-    return _verdict(judged, broken, dropped, ignored=ignored, limit=config.validation.max_prompt_length, form=form)
+    order = pl.DataFrame([{"rule": rule.name, "meaning": rule.meaning} for rule in RULES]).with_row_index("order")
+    reasons = broken.unique(["row", "rule"], keep="first", maintain_order=True).join(order, on="rule").sort("row", "order")
+    counts = dict(reasons.group_by("rule").len().iter_rows())
+    quarantine = reasons.join(judged.select("row", "split", "source", "line"), on="row", maintain_order="left")
+    accepted = judged.join(reasons.select("row"), on="row", how="anti", maintain_order="left")
+    return RowVerdict(
+        rows=judged.height + dropped.height,
+        accepted=Prompts.validate(accepted.select(list(Prompts.to_schema().columns))).with_columns(accepted["split"]),
+        quarantine=Quarantine.validate(quarantine.select(list(Quarantine.to_schema().columns))),
+        rules=[RuleCount(rule=rule.name, meaning=rule.meaning, rows=counts.get(rule.name, 0)) for rule in RULES],
+        ignored=ignored,
+        prompt_tokens=_lengths(judged["prompt_tokens"], config.validation.max_prompt_length),
+        format=form,
+        dropped=dropped.select("source", "line", "value"),
+        near=near_duplicates(accepted),
+    )
 
 
 def _needs_answer(rows: pl.DataFrame, config: RunConfig) -> pl.Expr:
-    """Whether a row without ground truth is refused.
-
-    It is not where the config says that there is none, nor where completions have no answer and no row of the source has one.
-    """
+    """Whether a row without ground truth is refused."""
     if config.data.answer_column is None:
         return pl.lit(value=False)
     optional = [name for name, task in config.data.tasks.items() if task.answers == "optional"]
     needed = ~pl.col("task").fill_null("").is_in(optional) if optional else pl.lit(value=True)
     if config.completion.is_free_text:
-        # In a source that has answers a missing one is a mistake.
+        # Completions have no answer, yet in a source that has answers a missing one is a mistake.
         with_answers = rows.filter(pl.col("answer").is_not_null())["source"].unique().to_list()
         needed &= pl.col("source").is_in(with_answers)
     return needed
@@ -158,7 +164,7 @@ def _compare_rows(
 
 @contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """The hashing thread never blocks, so polars would wait 5 ms for the interpreter lock after each of a thousand operations."""
+    # The hashing thread never blocks, so polars would wait 5 ms for the interpreter lock after each of a thousand operations.
     default = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
@@ -170,10 +176,8 @@ def _short_switch_interval() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Slice:
     rows: pl.DataFrame
-    hashes: Future[pl.DataFrame]
-    """prompt_id and hash_split."""
-    broken: pl.DataFrame
-    """Columns row, rule, value."""
+    hashes: Future[pl.DataFrame]  # prompt_id and hash_split
+    broken: pl.DataFrame  # row, rule, value
 
 
 def _judge_slice(
@@ -220,39 +224,15 @@ def _hashes(rows: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     return pl.DataFrame([prompt_id, hash_split])
 
 
-def _verdict(
-    judged: pl.DataFrame,
-    broken: pl.DataFrame,
-    dropped: pl.DataFrame,
-    *,
-    ignored: frozenset[str],
-    limit: int,
-    form: PromptFormat,
-) -> RowVerdict:
-    order = pl.DataFrame([{"rule": rule.name, "meaning": rule.meaning} for rule in RULES]).with_row_index("order")
-    reasons = broken.unique(["row", "rule"], keep="first", maintain_order=True).join(order, on="rule").sort("row", "order")
-    counts = dict(reasons.group_by("rule").len().iter_rows())
-    quarantine = reasons.join(judged.select("row", "split", "source", "line"), on="row", maintain_order="left")
-    accepted = judged.join(reasons.select("row"), on="row", how="anti", maintain_order="left")
-    columns = list(Prompts.to_schema().columns)
-    tokens = pl.col("prompt_tokens")
-    p50, p95 = tokens.quantile(0.5, "nearest"), tokens.quantile(0.95, "nearest")
-    figures = judged.select(mean=tokens.mean(), p50=p50, p95=p95, max=tokens.max()).fill_null(0)
-    return RowVerdict(
-        rows=judged.height + dropped.height,
-        accepted=Prompts.validate(accepted.select(columns)).with_columns(accepted["split"]),
-        quarantine=Quarantine.validate(quarantine.select(list(Quarantine.to_schema().columns))),
-        rules=[RuleCount(rule=rule.name, meaning=rule.meaning, rows=counts.get(rule.name, 0)) for rule in RULES],
-        ignored=ignored,
-        prompt_tokens=TokenLengths.model_validate({**figures.row(0, named=True), "limit": limit}),
-        format=form,
-        dropped=dropped.select("source", "line", "value"),
-        near=near_duplicates(accepted),
+def _lengths(tokens: pl.Series, limit: int) -> TokenLengths:
+    p50, p95 = (tokens.quantile(share, "nearest") for share in (0.5, 0.95))
+    return TokenLengths.model_validate(
+        {"mean": tokens.mean() or 0, "p50": p50 or 0, "p95": p95 or 0, "max": tokens.max() or 0, "limit": limit}
     )
 
 
 def is_held_out(prompt_id: str, *, fraction: float, seed: int) -> bool:
-    """Whether the row is in the eval split; about `fraction` of all rows are. Another seed holds out other rows."""
+    """Whether the row is in the eval split, where about `fraction` of all rows are. Another seed holds out other rows."""
     number = int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:8], "big")
     return number < fraction * 2**64
 

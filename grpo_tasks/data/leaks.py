@@ -68,7 +68,7 @@ _MARKUP = {
 
 
 def _ungrouped(digit: str, mark: str) -> list[tuple[str, str]]:
-    """Replacements that join the groups of three digits of a number, up to the trillions."""
+    # Joins the groups of three digits of a number, up to the trillions.
     first, group = rf"\b({digit}{{1,3}})", rf"{mark}({digit}{{3}})"
     return [(first + group * more + r"\b", "".join(f"${{{at + 1}}}" for at in range(more + 1))) for more in (4, 3, 2, 1)]
 
@@ -129,10 +129,7 @@ def _as_ascii(text: pl.Expr) -> pl.Expr:
 
 
 def broken_separation(keys: pl.DataFrame) -> pl.DataFrame:
-    """Training rows whose question is also in the eval split: columns row, rule, value.
-
-    `keys`: columns row, split, source, line, question_key, normalised_key.
-    """
+    """Training rows whose question is also in the eval split, by the keys of rules.relation_keys: columns row, rule, value."""
     train, held_out = keys.filter(split="train"), keys.filter(split="eval")
     exact = _leak(train, held_out, "question_key", "leak_exact")
     others = train.join(exact, on="row", how="anti")
@@ -147,7 +144,7 @@ def _leak(train: pl.DataFrame, held_out: pl.DataFrame, key: str, rule: str) -> p
 
 
 class NearDuplicate(NamedTuple):
-    """A training question that has much of the text and the numbers of a held-out question, each by file and line."""
+    """A training question with much of the text and the numbers of a held-out one, each by file and line."""
 
     train: str
     held_out: str
@@ -160,11 +157,10 @@ class NearDuplicates(NamedTuple):
 
     found: Sequence[NearDuplicate]
     checked: int
-    """Training rows that were compared."""
 
     @property
     def warning(self) -> str:
-        """A sentence with both rows of the first pair and its share; empty where there is none."""
+        """A sentence about the first pair; empty where there is none."""
         if not self.found:
             return ""
         first, rows = self.found[0], len(self.found)
@@ -176,7 +172,7 @@ class NearDuplicates(NamedTuple):
 
 
 def near_duplicates(accepted: pl.DataFrame) -> NearDuplicates:
-    """Compare the accepted training rows with the held-out ones: columns split, source, line, prompt."""
+    """Compare the accepted training rows with the held-out ones."""
     train = _sample(accepted.filter(split="train"), NEAR_ROWS)
     held_out = _sample(accepted.filter(split="eval"), NEAR_HELD_OUT)
     texts = _questions(held_out)

@@ -46,7 +46,7 @@ _NUMBER_REPLACEMENTS: tuple[tuple[str, str], ...] = (
 
 
 def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
-    """The form of the prompts: as configured, or that of most rows (schemas/tables.py Raw).
+    """The form of the prompts: as configured, or that of most rows.
 
     Raises:
         DataError: the configured form or the system prompt does not fit what the data holds.
@@ -76,9 +76,8 @@ def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
 def add_prompts(rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conversational") -> pl.DataFrame:
     """`rows` (schemas/tables.py Raw) with `prompt` instead of question, messages and text, and the answers normalised.
 
-    `prompt` is null where the row has none, and `other_form` is True where it has one of another form. `raw_answer` is the text
-    that the answer pattern was applied to; `pattern_found` is whether the pattern matched (True without a pattern), null where
-    there was no text. `answers` is null where the answer is a single value.
+    `other_form`: the row has a prompt, but of another form. `raw_answer`: what the answer pattern was applied to.
+    `pattern_found`: whether it matched (True without a pattern); null where there was no text.
     """
     raw_answer = pl.col("answer")
     given = pl.any_horizontal(pl.col("question", "messages", "text").is_not_null())
@@ -126,10 +125,7 @@ def check_patterns(data: DataConfig) -> None:
 
 
 def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
-    """`prompt_id` of each row; null where there is no prompt, or no answer although the row needs one.
-
-    `rows`: columns prompt, answer, answers, task, needs_answer.
-    """
+    """`prompt_id` of each row; null where there is no prompt, or no answer although the row needs one."""
     complete = pl.col("prompt").is_not_null() & (pl.col("answer").is_not_null() | ~pl.col("needs_answer"))
     short = pl.struct(messages="prompt", answer="answer").struct.json_encode()
     full = pl.struct(messages="prompt", answer="answer", answers="answers", task="task").struct.json_encode()

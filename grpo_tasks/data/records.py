@@ -19,14 +19,12 @@ from typing import NamedTuple
 import orjson
 
 Fields = Mapping[str, object]
-_TOO_DEEP = "a column is nested more than 254 levels deep"
 
 
 class Fault(NamedTuple):
-    """A rule that a row breaks, with what was found."""
+    """A rule of rules.py that a row breaks, with what was found."""
 
     rule: str
-    """Name in the table of grpo_tasks/data/rules.py."""
     value: str
 
 
@@ -43,13 +41,12 @@ class Columns(NamedTuple):
     """None: the source has no ground truth."""
     task: str | None = None
     only_task: str = ""
-    """Task of all rows of the source, unless `task` names a column."""
+    """Task of all rows, unless `task` names a column."""
     template: str | None = None
-    """Of the question."""
     rename: Mapping[str, str] | None = None
 
     def original(self, name: str | None) -> str:
-        """Name of a column in the file."""
+        """Name of a column in the file, before renaming."""
         return next((old for old, new in (self.rename or {}).items() if new == name), name or "")
 
     def renamed(self, fields: "Fields") -> "Fields":
@@ -79,14 +76,12 @@ class RawRow(NamedTuple):
     extra: str = "{}"
     faults: tuple[Fault, ...] = ()
     text: str | None = None
-    """A prompt that is a string."""
     answers: Sequence[str] | None = None
-    """Every answer where the row lists them."""
     task: str | None = None
 
 
 class _Messages(NamedTuple):
-    """The roles and contents of a prompt column; empty, with faults, when it is not a list of messages."""
+    """What a prompt column holds; empty, with faults, when it is not a list of messages."""
 
     roles: Sequence[str] = ()
     contents: Sequence[str] = ()
@@ -124,7 +119,7 @@ def read_row(record: Record, columns: Columns) -> RawRow:
             messages = messages._replace(roles=messages.roles[:-1], contents=messages.contents[:-1])
     else:
         used |= {columns.prompt, columns.question}
-        question = _question(fields, columns, faults)
+        question = _question(fields, columns, faults) if columns.template is None else _filled(columns.template, fields, faults)
     faults.extend(messages.faults)
     extra = _extra(fields, used, faults)
     return RawRow(question, messages.roles or None, messages.contents or None, answer, extra, tuple(faults), text, answers, task)
@@ -176,7 +171,7 @@ def _read_messages(prompt: object) -> _Messages:
 
 
 def short_json(value: object) -> str:
-    """A value as JSON, shortened, for the quarantine; the name of its type when it has no JSON form."""
+    """A value as shortened JSON; the name of its type when it has no JSON form."""
     try:
         return shorten(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode())
     except (TypeError, ValueError):
@@ -184,7 +179,7 @@ def short_json(value: object) -> str:
 
 
 def shorten(text: str, limit: int = 200) -> str:
-    """The text, or its beginning and an ellipsis, at most `limit` characters."""
+    """The text, or its beginning and an ellipsis."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -194,8 +189,6 @@ def _is_json_list(prompt: str) -> bool:
 
 
 def _question(fields: Fields, columns: Columns, faults: list[Fault]) -> str | None:
-    if columns.template is not None:
-        return _filled(columns.template, fields, faults)
     value = fields.get(columns.question)
     if isinstance(value, str):
         return value
@@ -254,5 +247,5 @@ def _extra(fields: Fields, used: set[str | None], faults: list[Fault]) -> str:
     try:
         return orjson.dumps(others, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     except (TypeError, ValueError):
-        faults.append(Fault("unreadable_line", _TOO_DEEP))
+        faults.append(Fault("unreadable_line", "a column is nested more than 254 levels deep"))
         return "{}"

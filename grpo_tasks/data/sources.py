@@ -59,15 +59,10 @@ _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The sources that were read, and the table of their rows, rows.parquet."""
+    """The sources that were read, and the table of their rows."""
 
     sources: list[SourceFile]
     path: Path
-
-    @property
-    def rows(self) -> int:
-        """Number of rows over all sources."""
-        return sum(source.rows for source in self.sources)
 
 
 def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
@@ -89,7 +84,7 @@ def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the bytes of a source are to be read."""
+    """How a source is to be read."""
 
     format: str
     encoding: str = ""
@@ -139,7 +134,7 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
 
 
 def _stamp(path: Path) -> tuple[int, int, int, int]:
-    """It changes with every ordinary write, and when another file takes the name."""
+    # It changes with every ordinary write, and when another file takes the name.
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
@@ -268,10 +263,9 @@ def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> It
 
 
 def csv_encoding(path: Path) -> str:
-    """The encoding of a CSV file: that of its byte order mark; cp1252 if no character of it is UTF-8; else utf-8.
+    """That of the byte order mark; cp1252, which spreadsheets on Windows write, if no character of the file is UTF-8; else utf-8.
 
-    Spreadsheets on Windows write cp1252. A file with valid UTF-8 beside single broken bytes stays UTF-8, and the rows with those
-    bytes are refused.
+    A file with valid UTF-8 beside single broken bytes stays UTF-8, and the rows with those bytes are refused.
     """
     marked = encoding_of(path)
     if marked != "utf-8":

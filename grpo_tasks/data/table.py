@@ -1,10 +1,4 @@
-"""The tables of the validation step as later steps read them: accepted rows as objects, and any table with a clear error.
-
-train.parquet, eval.parquet --read_prompts--> PromptRow     for the lab, the trainer and the evaluation
-quarantine.parquet, ...     --read_table----> DataFrame
-
-The trainer needs no polars: it is imported where a DataFrame is asked for.
-"""
+"""The tables of the validation step as later steps read them. The trainer needs no polars: it is imported where it is used."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +57,6 @@ def read_table(path: Path) -> "pl.DataFrame":
 
 
 def _read_arrow(path: Path, convert: Callable[[pa.Table], Any], *errors: type[BaseException]) -> Any:
-    """What `convert` makes of a table; `errors` are its own."""
     try:
         # Arrow, because it checks what it reads: polars takes text and offsets from a damaged file on trust.
         columns = pq.read_table(path, partitioning=None)
@@ -87,10 +80,7 @@ def pass_rate_columns(rows: Sequence[PromptRow]) -> dict[str, list[float | None]
 def prompt_id(
     messages: Sequence[Mapping[str, str]], answer: str | None, *, answers: Sequence[str] | None = None, task: str = ""
 ) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical JSON of messages and answer, which may be null.
-
-    `answers` and `task` count only where a row has them, so they leave the ids of all other rows unchanged.
-    """
+    """`json_digest` of messages and answer. `answers` and `task` count only where a row has them: other ids stay as they were."""
     row: dict[str, object] = {
         "messages": [{"role": one["role"], "content": one["content"]} for one in messages],
         "answer": answer,

@@ -1,8 +1,4 @@
-"""What a run does about a tokenizer or chat template that is not as most are, said once: in the log and in the validation report.
-
-BOS and EOS around plain prompts, the token that ends a turn, a turn that the template does not open. Where nothing can be done,
-the sentence says what the user can do.
-"""
+"""What a run does, or the user can do, about a tokenizer or chat template that is not as most are: for log and report."""
 
 import re
 
@@ -90,7 +86,7 @@ def _without_bos(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _unopened(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Where the template writes an opening before the assistant's words, and writes none when it is asked for one."""
+    # The template writes an opening before the assistant's words, and writes none when it is asked for one.
     around = answered(tokenizer)
     if around is None:
         return []
@@ -105,7 +101,7 @@ def _unopened(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _date(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, rollout: RolloutConfig) -> list[str]:
-    """Where the template writes a day: the present one would be another one tomorrow, and any other one gets old."""
+    # The present day would be another one tomorrow, and any other one gets old.
     try:
         found = _A_DATE.search(rendered(tokenizer, [QUESTION], opened=True))
     except RefusedError:

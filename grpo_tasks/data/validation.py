@@ -1,36 +1,55 @@
 """Judges all rows of a table, writes the tables and the report, and stops when too many rows are bad.
 
-rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers) -> report and tables (report.py) -> DataReport
+    rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers) -> RowVerdict
+    RowVerdict --report_data--> train.parquet, eval.parquet, quarantine.parquet, report.md, DataReport --enforce--> DataError
+
+The files are written before `enforce` is called: its error refers to them.
 """
 
 import difflib
+import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.content.markdown import code, table
+from grpo_tasks.content.places import place_in, row_place
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
-from grpo_tasks.data.judge import RowVerdict, judge
+from grpo_tasks.data.judge import EXACT_ROWS, RowVerdict, judge
 from grpo_tasks.data.normalise import prompt_format
-from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.rules import BY_NAME
+from grpo_tasks.data.table import QUARANTINE
+from schemas.config.data import ValidationConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.data import DataReport, SourceFile
 
+REPORT = "report.md"
+_EXAMPLES = 5
+_NEAR = 50
+_WORST = 3
+_DIGEST_ROWS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a report comes from: the step, its time so far, and the sources."""
+
+    key: str
+    directory: Path
+    seconds: float
+    sources: Sequence[SourceFile]
+
 
 def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callable[[str], None] = lambda _: None) -> DataReport:
-    """Apply all rules to all rows, and check that answers can equal the ground truths.
-
-    Args:
-        rows: rows.parquet (schemas/tables.py Raw).
-        config: its sections data, validation, completion, model and rollout, and the seed of the split.
-        origin: where the report comes from; its seconds are those before this call.
-        warn: called with each warning of the report.
+    """Apply all rules to rows.parquet, and check that answers can equal the ground truths.
 
     Raises:
         ConfigError: the chat template refuses the system prompt of the config.
@@ -42,16 +61,16 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
     from grpo_tasks.data.tokenizer_notes import check_system_prompt, tokenizer_notes
 
     began, model, rollout = time.perf_counter(), config.model, config.rollout
-    check_answer_columns(origin.sources, config)
-    table = pl.read_parquet(rows)
+    _check_answer_columns(origin.sources, config)
+    raw = pl.read_parquet(rows)
     with limited_templates(model.path):
-        counter = load_counter(model, chats=prompt_format(table, config.data) == "conversational")
+        counter = load_counter(model, chats=prompt_format(raw, config.data) == "conversational")
         # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
         markers = counter.special_tokens
         prepare(counter.tokenizer, model, rollout)
         counter.check_stops(rollout)
         check_system_prompt(counter.tokenizer, config.data.system_prompt)
-        verdict = judge(table, config=config, counter=counter, markers=markers)
+        verdict = judge(raw, config=config, counter=counter, markers=markers)
         # Completions without an answer are compared with no ground truth, so any text will do.
         how = config.completion.equality if config.completion.has_answer else "exact"
         truths = find_unusable_truths(verdict.accepted, how)
@@ -61,13 +80,17 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
     enforce(verdict, config.validation)
-    _check_tasks(verdict, config)
+    found = [task.task for task in verdict.tasks if task.train_rows]
+    for name in config.data.tasks:
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"the tasks of the data are: {', '.join(found) or 'none'}"
+            raise DataError(f"no accepted training row has the task {name}", place=f"data.tasks.{name}", fix=fix)
     truths.enforce()
     return report
 
 
-def check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> None:
-    """Raise `DataError` when no row of a source has an answer although its rows need one."""
+def _check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> None:
     column, tasks = config.data.answer_column, config.data.tasks
     configured = [*config.data.train, *config.data.eval]
     optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
@@ -80,11 +103,147 @@ def check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> No
             raise missing_column(source.path, source.columns, "answer_column", column, otherwise=way_out)
 
 
-def _check_tasks(verdict: RowVerdict, config: RunConfig) -> None:
-    """Raise `DataError` when the config sets a task that no training row has."""
-    found = [task.task for task in verdict.tasks if task.train_rows]
-    for name in config.data.tasks:
-        if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"the tasks of the data are: {', '.join(found) or 'none'}"
-            raise DataError(f"no accepted training row has the task {name}", place=f"data.tasks.{name}", fix=fix)
+def report_data(verdict: RowVerdict, origin: Origin, warnings: Sequence[str] = ()) -> DataReport:
+    """Write the tables and report.md into the origin's existing folder. Call `enforce` afterwards."""
+    verdict.quarantine.write_parquet(origin.directory / QUARANTINE)
+    rows_digest = hashlib.sha256()
+    for split in ("train", "eval"):
+        rows = verdict.split(split)
+        rows.write_parquet(origin.directory / f"{split}.parquet")
+        for chunk in rows.iter_slices(_DIGEST_ROWS):
+            lines = chunk.select(pl.concat_str(pl.lit(f"{split} "), "prompt_id", pl.lit(" "), "extra", pl.lit("\n"))).to_series()
+            rows_digest.update("".join(lines).encode())
+    digest = rows_digest.hexdigest()
+    (origin.directory / REPORT).write_text(_render_report(verdict, origin, warnings, digest=digest), encoding="utf-8")
+    return DataReport(
+        key=origin.key,
+        directory=origin.directory,
+        seconds=origin.seconds,
+        rows=verdict.rows,
+        quarantined=verdict.num_quarantined,
+        duplicates=verdict.dropped.height,
+        format=verdict.format,
+        tasks=verdict.tasks,
+        train_rows=verdict.split("train").height,
+        eval_rows=verdict.split("eval").height,
+        rules=[count for count in verdict.rules if count.rows],
+        prompt_tokens=verdict.prompt_tokens,
+        digest=digest,
+        sources=origin.sources,
+    )
+
+
+def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
+    """Raise `DataError` when more rows are quarantined than allowed, or too few are left; names rules and first rows."""
+    share = verdict.num_quarantined / max(verdict.rows, 1)
+    if share > validation.max_invalid_fraction:
+        most_broken = []
+        for count in sorted(filter(lambda count: count.rows, verdict.rules), key=lambda count: -count.rows)[:_WORST]:
+            most_broken.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
+            first = verdict.quarantine.filter(rule=count.rule).head(_WORST).select("source", "line", "value").iter_rows()
+            most_broken += [f"    {row_place(source, line)}  {value[:160]!r}" for source, line, value in first]
+        listed = "\n".join(most_broken)
+        raise DataError(
+            f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are quarantined ({share:.1%}); "
+            f"validation.max_invalid_fraction allows {validation.max_invalid_fraction:.1%}\n{listed}",
+            place=row_place(*verdict.quarantine.select("source", "line").row(0)),
+            fix=f"correct the rows ({QUARANTINE} and {REPORT} list all of them), or raise validation.max_invalid_fraction",
+        )
+    for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
+        rows = verdict.split(split).height
+        if rows < minimum:
+            raise DataError(
+                f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}",
+                place=f"validation.min_{split}_rows",
+                fix="add data, or change data.eval_fraction" if split == "eval" else "add data",
+            )
+
+
+def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
+    """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
+    effect = "a completion that repeats its prompt ends there"
+    counts = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
+    return [f"{count:,} prompts contain the stop string {stop!r}; {effect}" for stop, count in counts if count]
+
+
+def _render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
+    sections = [
+        *_summary(verdict),
+        f"Digest of the accepted rows: `{digest}`",
+        *([f"Rules not applied (validation.ignore_rules): {', '.join(sorted(verdict.ignored))}"] if verdict.ignored else []),
+        *(f"**Warning**: {warning}" for warning in warnings),
+        *_sources(origin.sources),
+        *_tables(verdict),
+        *_broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
+        *_lengths(verdict),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _summary(verdict: RowVerdict) -> Iterator[str]:
+    yield "# Data"
+    share = verdict.num_quarantined / max(verdict.rows, 1)
+    yield (
+        f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
+        f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation."
+    )
+    if not verdict.dropped.is_empty():
+        source, line, value = verdict.dropped.select("source", "line", "value").row(0)
+        first = code(f"{row_place(source, line)} {value}")
+        yield f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {first}."
+    if verdict.format == "standard":
+        yield "The prompts are strings (TRL's standard format), which the model continues without a chat template."
+    else:
+        yield "The prompts are chat messages (TRL's conversational format)."
+
+
+def _sources(sources: Sequence[SourceFile]) -> Iterator[str]:
+    yield "## Sources"
+    marks = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    rows = []
+    for one in sources:
+        delimiter = marks.get(one.delimiter, repr(one.delimiter)) if one.delimiter else ""
+        text = ", ".join(filter(None, [one.encoding, delimiter])) or "-"
+        rows.append([code(one.path), one.split, f"{one.rows:,}", one.unit, text, code(one.sha256[:16])])
+    yield table(["source", "split", "rows", "numbered by", "text", "SHA-256"], rows, right=["rows"])
+    for one in sources:
+        if one.from_messages:
+            reply = "without the assistant's last reply"
+            yield f"{code(one.path)}: {one.from_messages:,} prompts are the column `messages`, {reply}."
+
+
+def _tables(verdict: RowVerdict) -> Iterator[str]:
+    if tasks := [[task.task, f"{task.train_rows:,}", f"{task.eval_rows:,}"] for task in verdict.tasks]:
+        yield "## Tasks"
+        yield table(["task", "for training", "held out"], tasks, right=["for training", "held out"])
+    near = verdict.near.found
+    if shown := [[code(pair.train), code(pair.held_out), f"{pair.share:.0%}"] for pair in near[:_NEAR]]:
+        yield "## Nearly held out"
+        yield table(["training row", "held-out row", "share of its text"], shown, right=["share of its text"])
+        if rest := len(near) - len(shown):
+            yield f"And {rest:,} more."
+
+
+def _broken_rules(verdict: RowVerdict, units: Mapping[str, str]) -> Iterator[str]:
+    broken = [count for count in verdict.rules if count.rows]
+    if not broken:
+        yield from ("## Rules", "No row breaks a rule.")
+        return
+    yield "## Broken rules"
+    rows = [[count.rule, f"{count.rows:,}", count.meaning, BY_NAME[count.rule].fix] for count in broken]
+    yield table(["rule", "rows", "meaning", "fix"], rows, right=["rows"])
+    yield "First rows of each:"
+    examples = [
+        [code(place_in(row["source"], row["line"], units.get(row["source"], "line"))), row["rule"], code(row["value"])]
+        for count in broken
+        for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
+    ]
+    yield table(["row", "rule", "found"], examples)
+
+
+def _lengths(verdict: RowVerdict) -> Iterator[str]:
+    yield "## Prompt lengths in tokens, after the chat template"
+    tokens, columns = verdict.prompt_tokens, ["mean", "median", "95 %", "longest", "limit"]
+    yield table(columns, [[f"{tokens.mean:.1f}", *map(str, (tokens.p50, tokens.p95, tokens.max, tokens.limit))]], right=columns)
+    if verdict.rows > EXACT_ROWS:
+        yield "Prompts that are provably within the limit were not counted; the figures use upper bounds for them."

@@ -16,9 +16,8 @@ import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.normalise import normalise_column
-from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import ROWS, load_sources, preview
-from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.data.validation import Origin, validate_rows
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.rollout import RolloutConfig

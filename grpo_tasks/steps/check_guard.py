@@ -2,9 +2,8 @@
 
 import time
 
-from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.data.validation import REPORT, Origin, validate_rows
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig

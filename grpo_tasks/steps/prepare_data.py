@@ -18,5 +18,5 @@ def prepare_data(work: Work, config: RunConfig) -> PreparedData:
         directory=work.directory,
         seconds=time.perf_counter() - began,
         sources=loaded.sources,
-        rows=loaded.rows,
+        rows=sum(source.rows for source in loaded.sources),
     )

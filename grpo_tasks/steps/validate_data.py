@@ -2,9 +2,8 @@
 
 from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.data.offered_tools import with_offered_tools
-from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
-from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.data.validation import REPORT, Origin, validate_rows
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig

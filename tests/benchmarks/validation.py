@@ -18,8 +18,8 @@ import polars as pl
 from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.chunks import num_workers
 from grpo_tasks.data.judge import judge
-from grpo_tasks.data.report import Origin, report_data
 from grpo_tasks.data.sources import ROWS, load_sources
+from grpo_tasks.data.validation import Origin, report_data
 from schemas.config.data import DataConfig, DataSource
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig

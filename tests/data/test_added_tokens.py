@@ -31,7 +31,7 @@ def validate(tmp_path, write, monkeypatch):
         stages = [{"name": "s", "rewards": ["format"]}]
         config = RunConfig(data=data, model=model, rollout=rollout, stages=stages, seed=1)
         loaded = load_sources(config.data, directory=tmp_path)
-        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
+        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=6)
         report = module.validate_data.body(Work("k", tmp_path, None), config, rows)
         return pl.read_parquet(report.train)
 

@@ -108,7 +108,7 @@ def test_empty_column_is_counted(counter: TokenCounter) -> None:
 
 def test_stop_strings_and_ids_of_the_tokenizer_pass(counter: TokenCounter) -> None:
     counter.check_stops(
-        RolloutConfig(stop=["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], stop_token_ids=[counter.vocab_size - 1])
+        RolloutConfig(stop=["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], stop_token_ids=[len(counter.tokenizer) - 1])
     )
 
 
@@ -127,8 +127,8 @@ def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path: Path) -> 
 
 
 def test_stop_token_id_beyond_the_vocabulary_is_refused(counter: TokenCounter) -> None:
-    with pytest.raises(ConfigError, match=f"no token {counter.vocab_size}"):
-        counter.check_stops(RolloutConfig(stop_token_ids=[counter.vocab_size]))
+    with pytest.raises(ConfigError, match=f"no token {len(counter.tokenizer)}"):
+        counter.check_stops(RolloutConfig(stop_token_ids=[len(counter.tokenizer)]))
 
 
 def test_folder_without_tokenizer_is_an_error(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: To
 def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> None:
     code = """
 import sys
-import grpo_tasks.data.sources, grpo_tasks.data.judge, grpo_tasks.data.report, grpo_tasks.data.table
+import grpo_tasks.data.sources, grpo_tasks.data.judge, grpo_tasks.data.validation, grpo_tasks.data.table
 from grpo_tasks.data.chat_tokens import load_counter
 from schemas.config.model import ModelConfig
 load_counter(ModelConfig()).count([[{"role": "user", "content": "q"}]])

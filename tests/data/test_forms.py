@@ -13,10 +13,9 @@ import pytest
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.records import Columns, Record, read_row
-from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.data.validation import Origin, report_data, validate_rows
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PLAIN, PromptRow
@@ -148,8 +147,8 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
     source = load_sources_of(data, tmp_path)
     assert source.from_messages == 3
-    report = render_report(verdict, Origin("k", tmp_path, 0, [source]), [], digest="")
-    assert "3 prompts are the column `messages`, without" in report
+    report_data(verdict, Origin("k", tmp_path, 0, [source]))
+    assert "3 prompts are the column `messages`, without" in (tmp_path / "report.md").read_text()
 
 
 def load_sources_of(data: dict[str, Any], folder: Path) -> Any:

@@ -13,7 +13,7 @@ from grpo_tasks.data import leaks
 from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.leaks import near_duplicates, normalise_question
 from grpo_tasks.data.normalise import SHOWN
-from grpo_tasks.data.report import Origin, report_data
+from grpo_tasks.data.validation import Origin, report_data
 
 QUESTION = "Tom has 1,500 apples and café owner Ann has 25. How many apples do they have?"
 DISGUISES = {

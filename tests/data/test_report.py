@@ -7,9 +7,9 @@ import polars as pl
 import pytest
 
 from grpo_tasks.data.judge import RowVerdict
-from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import read_prompts
+from grpo_tasks.data.validation import Origin, enforce, report_data, stop_warnings
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import DataError

@@ -23,7 +23,7 @@ def load(directory: Path, path: str, **settings: object) -> pl.DataFrame:
     source = {"path": path, **{key: settings.pop(key) for key in ("format", "max_rows", "split") if key in settings}}
     loaded = load_sources(DataConfig.model_validate({"train": [source], **settings}), directory=directory)
     rows = pl.read_parquet(loaded.path)
-    assert loaded.rows == rows.height
+    assert sum(one.rows for one in loaded.sources) == rows.height
     return Raw.validate(rows)
 
 

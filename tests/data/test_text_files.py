@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_tasks.data.judge import RowVerdict
-from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.validation import Origin, report_data
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from schemas.results.data import SourceFile
@@ -93,7 +93,8 @@ def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path: Path, 
     array.write_text(json.dumps([{"question": "one", "answer": "1"}, {"question": "two", "answer": None}], indent=1))
     verdict = verdict_on({"train": [{"path": str(table)}, {"path": str(array)}]})
     sources = [read(path)[1] for path in (table, array)]
-    text = render_report(verdict, Origin("k", tmp_path, 0.0, sources), [], digest="0")
+    report_data(verdict, Origin("k", tmp_path, 0.0, sources))
+    text = (tmp_path / "report.md").read_text()
     assert "| line | cp1252, semicolons |" in text
     assert "| record | utf-8 |" in text
     assert "rows.json, record 2" in text

@@ -8,9 +8,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.data.validation import Origin, validate_rows
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, DataError
 from tests.variants import BOS, END, NO_END, NO_OPENING, NO_SYSTEM, START, TEMPLATE, variant

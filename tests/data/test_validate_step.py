@@ -23,7 +23,7 @@ def validate(tmp_path, write, monkeypatch):
         data = {"train": [{"path": path}], "eval_fraction": 0.5}
         config = RunConfig(data=data, completion=completion, stages=[{"name": "s", "rewards": ["format"]}], seed=1)
         loaded = load_sources(config.data, directory=tmp_path)
-        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
+        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=6)
         return module.validate_data.body(Work("k", tmp_path, None), config, rows)
 
     return step
