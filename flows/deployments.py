@@ -1,7 +1,7 @@
 """Everything that can be started from the Prefect UI: each deployment with its queue, defaults, schedules and triggers.
 
 `grpo deployments` writes deploy/prefect.yaml from this file. `grpo up` applies it, and keeps what users changed on the server
-(grpo_tasks/operating/deploying). That concerns the parameters in this file, so a deployment without a form of its own names all.
+(operating/deployments.py). That concerns the parameters in this file, so a deployment without a form of its own names all.
 """
 
 from collections.abc import Mapping

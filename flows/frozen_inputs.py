@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_tasks.content.copies import Copies, copies_in, keep_modules
 from grpo_tasks.content.hashes import digest_of, file_sha256
-from grpo_tasks.content.modules import own_sources
+from grpo_tasks.content.modules import Copies, copies_in, keep_modules, own_sources
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource

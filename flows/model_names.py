@@ -18,11 +18,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from flows.preflight import REGISTERED, check_model, check_working_directory
-from grpo_tasks.content.chat import asks_for_date
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.content.hub import hub_snapshot
 from grpo_tasks.content.limited_model import check_model_files
-from grpo_tasks.content.precision import rounds
+from grpo_tasks.content.model_files import asks_for_date, hub_snapshot, rounds
 from grpo_tasks.kit.files import replacing
 from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import TEMPLATE_DATE

@@ -174,9 +174,9 @@ def source_files():
 RENAMES_ELSEWHERE = {
     "flows/approval.py": "a file is named by its content once it is written",
     "grpo_tasks/cluster/parcel.py": "two stages on a node may receive one file at once",
-    "grpo_tasks/content/copies.py": "a folder is named by its content, and the first of two writers keeps it",
+    "grpo_tasks/content/modules.py": "a folder is named by its content, and the first of two writers keeps it",
     "grpo_tasks/operating/export.py": "moved out of a folder of scratch",
-    "grpo_tasks/web/weights_server.py": "arrives in many requests",
+    "grpo_tasks/content/weights_server.py": "arrives in many requests",
     "grpo_tasks/running/step.py": "damaged work is set aside",
     "grpo_tasks/tracking/database.py": "synced to the disk while the old file keeps a second name",
     "grpo_tasks/tracking/models.py": "an interrupted download keeps its complete files",
@@ -254,7 +254,7 @@ def test_only_kit_and_processes_start_processes_and_sleep_in_loops():
 STARTED_ABOVE = {
     ("grpo_tasks/stage/run.py", "grpo_tasks.grpo"): "a stage is a folder and a command: the engine that its spec names",
     ("grpo_tasks/stage/run.py", "grpo_tasks.trl_engine"): "the same",
-    ("grpo_tasks/stage/run.py", "grpo_tasks.cluster"): "the same, on other nodes",
+    ("grpo_tasks/stage/run.py", "grpo_tasks.cluster.stage"): "the same, on other nodes",
     ("grpo_tasks/rollout/spec.py", "grpo_tasks.cluster.sampling"): "samples are a folder and a command too",
 }
 """Modules that run in a process of their own and are named, because their room stands above."""

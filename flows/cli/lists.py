@@ -72,7 +72,7 @@ def completions(
     """Show completions of an update with their rewards: grpo completions CONFIG --step 20 --best --worst."""
     with report_errors(reads=True):
         settings = load_config(config, override)
-        from grpo_tasks.operating.completions import read_completions
+        from grpo_tasks.operating.trace import read_completions
 
         found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
         kept = ", ".join(map(str, found.steps))

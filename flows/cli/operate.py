@@ -38,7 +38,7 @@ def down() -> None:
 def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
     """The same as `grpo up`, in the foreground. Ctrl-C stops everything."""
     with report_errors():
-        from grpo_tasks.operating.supervision import supervise
+        from grpo_tasks.operating.servers import supervise
 
         stack = start_stack(prefect_port, mlflow_port, workers, postgres, supervised=False)
         signals: list[int] = []
@@ -60,7 +60,7 @@ def weights_server(
 ) -> None:
     """Receive the policy for a vLLM server that does not see the files of the trainer (rollout.vllm.weights_urls)."""
     with report_errors():
-        from grpo_tasks.web.weights_server import serve_weights
+        from grpo_tasks.content.weights_server import serve_weights
 
         say(f"receives weights at http://{host}:{port} into {folder}; Ctrl-C stops it")
         serve_weights(folder, host, port, os.environ.get("VLLM_API_KEY") or None)

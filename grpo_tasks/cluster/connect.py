@@ -1,13 +1,20 @@
-"""Joins a running Ray cluster for as long as a block runs, and says what it has. It never starts one."""
+"""Joins a running Ray cluster for as long as a block runs, and says what its nodes have and run. It never starts one.
+
+Nodes that run another Python, torch, Ray or other code of ours would train something else, or fail in the middle.
+"""
 
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from grpo_tasks.cluster.versions import own_versions
+from grpo_tasks.content.hashes import digest_of, file_sha256
 from schemas.errors import ClusterError, ConfigError
 
 ADDRESS = "RAY_ADDRESS"
@@ -15,14 +22,13 @@ PLACE = "resources.cluster.address"
 NAMESPACE = "grpo"
 ANSWER_S = 60.0
 """Longest wait for a node to say what it runs."""
+_TOP = Path(__file__).resolve().parents[2]
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "ray")
+"""Packages that decide what is computed, and how nodes speak to each other."""
 
 
 def cluster_address(address: str) -> str:
-    """The address of the config, or that of the environment.
-
-    Raises:
-        ConfigError: there is neither, the address cannot be used, or Ray is not installed.
-    """
+    """The address of the config, or that of the environment; raises ConfigError for one that cannot be used, or without Ray."""
     found = address or os.environ.get(ADDRESS, "")
     if not found:
         raise ConfigError(
@@ -45,9 +51,7 @@ def cluster_address(address: str) -> str:
 def connected(address: str) -> Iterator[None]:
     """Be a driver of the cluster while the block runs. Its actors and reservations end with this process at the latest.
 
-    Raises:
-        ConfigError: no cluster is named.
-        ClusterError: it does not answer, or this machine is not a member.
+    Raises ConfigError where no cluster is named, ClusterError where it does not answer, or this machine is not a member.
     """
     found = cluster_address(address)
     # Ray would change CUDA_VISIBLE_DEVICES of processes without a GPU, and says in a warning that it will stop doing so.
@@ -112,3 +116,52 @@ def _faults(node_id: str) -> tuple[str, ...]:
     except RayError as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         return (f"cannot run our code: {last}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What decides whether two machines compute the same."""
+
+    python: str
+    libraries: dict[str, str]
+    """Installed version of each of `LIBRARIES`; empty where it is missing."""
+    code: str
+    """SHA-256 (hex) over our own source files."""
+
+    def differences(self, other: "Versions") -> list[str]:
+        """What another machine has instead, in words."""
+        pairs = [("Python", self.python, other.python)]
+        pairs += [(name, ours, other.libraries.get(name, "")) for name, ours in self.libraries.items()]
+        pairs += [("our code", self.code[:12], other.code[:12])]
+        return [f"{name} {theirs or 'missing'} instead of {ours or 'none'}" for name, ours, theirs in pairs if ours != theirs]
+
+
+def own_versions() -> Versions:
+    """Those of this machine."""
+    libraries = {}
+    for name in LIBRARIES:
+        try:
+            libraries[name] = version(name)
+        except PackageNotFoundError:
+            libraries[name] = ""
+    return Versions(platform.python_version(), libraries, code_sha256(_TOP))
+
+
+@cache
+def code_sha256(top: Path) -> str:
+    """SHA-256 (hex) over the Python files of `grpo_tasks` and `schemas` below a folder."""
+    files = [path for package in ("grpo_tasks", "schemas") for path in (top / package).rglob("*.py")]
+    return digest_of((path.relative_to(top).as_posix(), file_sha256(path)) for path in files)
+
+
+def require_equal(versions: Iterable[tuple[str, Versions]]) -> None:
+    """Raise ClusterError with each of these nodes that differs from this machine, and in what. Two nodes may have one name."""
+    own = own_versions()
+    faults = sorted((node, own.differences(theirs)) for node, theirs in versions)
+    lines = [f"{node}: {', '.join(fault)}" for node, fault in faults if fault]
+    if lines:
+        raise ClusterError(
+            "nodes of the cluster run something else than the driver:\n" + "\n".join(lines),
+            place="resources.cluster",
+            fix="install the same versions on these nodes and restart Ray there; `grpo cluster` compares all nodes",
+        )

@@ -1,30 +1,44 @@
-"""A job on nodes, as the driver sees it: actors are started, files sent, processes started, what they write is collected.
+"""A job on nodes: on each an actor with a private folder and the processes of the job as its children, watched by the driver.
 
     job_nodes (actors started, versions compared, files sent) -> RunningJob.poll until all processes have ended, or NodeLost
 
-Ray's own restarts are not used: who has work for the nodes decides what is done again, and from where.
+The processes end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and a
+node that has lost the head of its cluster ends all of its actors. Ray's own restarts are not used: who has work for the nodes
+decides what is done again, and from where.
 """
 
+import os
+import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_tasks.cluster.mirror import CHUNK_BYTES, Inbox
-from grpo_tasks.cluster.node import Job, JobNode, Node, NodeFacts, Report
-from grpo_tasks.cluster.parcel import ParcelFile
+from grpo_tasks.cluster.connect import Versions, own_versions, require_equal
+from grpo_tasks.cluster.mirror import CHUNK_BYTES, Delta, Inbox, Mirrored, Outbox
+from grpo_tasks.cluster.parcel import MODULES, NodeFiles, ParcelFile
 from grpo_tasks.cluster.placement import Share
-from grpo_tasks.cluster.versions import require_equal
-from grpo_tasks.processes.child import DISK_FULL
+from grpo_tasks.processes.child import DISK_FULL, ERROR, LOG, SPEC
+from grpo_tasks.processes.lifetime import start_module
+from grpo_tasks.processes.serve import free_port
 from schemas.errors import ClusterError, DiskFullError, UserError, disk_full
+from schemas.paths import resolve
 
+JANITOR = 'exec 3<&0; (cat <&3; for attempt in 1 2 3 4 5; do sleep 1; rm -rf "$0"; done) > /dev/null 2>&1 &'
+"""Removes a folder when the actor ends, whose end of the pipe the kernel closes in any case. An actor that is killed cannot do
+it, and Ray kills its children, so the shell in the background is none. What dies with the actor may write for a moment."""
 ANSWER_S = 60.0
 """A node that does not answer within so many seconds is lost. Ray notices most deaths at once."""
 START_S = 300.0
@@ -33,17 +47,121 @@ SETTLING_S = 3.0
 """When a process ends badly, a node that died is often the reason. Ray may need so long to notice it."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Host name with address, address, private folder and versions of a node."""
+
+    name: str
+    address: str
+    root: Path
+    versions: Versions
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a node runs: `python -m MODULE FOLDER`, once or several times."""
+
+    module: str
+    folder: str
+    """Path relative to the private folder."""
+    spec: str
+    """Its spec.json, with the paths of the node."""
+    mirrored: Mirrored
+    environments: tuple[dict[str, str], ...] = ({},)
+    """What each process has in its environment, in addition to that of the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of a job on a node, each time the driver asks."""
+
+    codes: tuple[int | None, ...]
+    """Exit code of each process; None while it runs, negative for a signal."""
+    error: str
+    """The `UserError` that one left, as JSON; empty if there is none."""
+    delta: Delta
+
+
+class Node(NodeFiles):
+    """An actor with a private folder that ends with it, for files that the driver sends."""
+
+    def __init__(self, address: str | None = None) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="grpo-stage-")))
+        self._address = get_node_ip_address() if address is None else address
+        self._janitor = subprocess.Popen(["sh", "-c", JANITOR, self.root], stdin=subprocess.PIPE, start_new_session=True)
+        self._janitor.wait()
+
+    def describe(self) -> NodeFacts:
+        """What the driver has to know."""
+        return NodeFacts(f"{socket.gethostname()} ({self._address})", self._address, self.root, own_versions())
+
+    def resolve(self, path: str) -> str:
+        """The path on this node of a model that a specification names."""
+        return resolve(path)
+
+
+class JobNode(Node):
+    """A node that runs one job after the other. Ray calls one method at a time, always in the main thread, to which the
+    processes are tied."""
+
+    def free_port(self) -> int:
+        """A port that is free now, on all addresses of this node."""
+        return free_port("")
+
+    def start(self, job: Job) -> None:
+        """Start the processes of a job, whose files were laid out."""
+        self._folder = self.root / job.folder
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / SPEC).write_text(job.spec, encoding="utf-8")
+        self._outbox = Outbox(self._folder, job.mirrored)
+        self._processes = []
+        for environment in job.environments:
+            # Processes that find each other by an address do so on the network of this one.
+            found = interfaces(self._address) if "MASTER_ADDR" in environment else {}
+            with (self._folder / LOG).open("ab") as log:
+                # The user's modules are found in the working directory, as on the driver.
+                own, cwd = os.environ | environment | found, self.root / MODULES
+                self._processes.append(start_module(job.module, self._folder, output=log, environment=own, cwd=cwd))
+
+    def report(self) -> Report:
+        """How the processes are, and what is new. Exit codes are read first: after the last one nothing can follow."""
+        codes = tuple(process.poll() for process in self._processes)
+        error = self._folder / ERROR
+        text = error.read_text(encoding="utf-8") if any(codes) and error.exists() else ""
+        return Report(codes, text, self._outbox.collect())
+
+    def read(self, name: str, file: str, offset: int, size: int) -> bytes:
+        """Bytes of a file that the outbox holds."""
+        return self._outbox.read(name, file, offset, size)
+
+    def release(self, name: str) -> None:
+        """The driver has it."""
+        self._outbox.release(name)
+
+    def append(self, name: str, line: str) -> None:
+        """Append a line to a file of the job, whose processes read it."""
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def interfaces(address: str) -> dict[str, str]:
+    """The variables by which gloo and NCCL use the interface of that address, unless they are set already."""
+    # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it. NCCL chooses
+    # by itself, and may take a network that joins only some of the nodes.
+    found = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in found if address in {each.address for each in addresses}), "")
+    # NCCL takes a name for a prefix; after "=" only the same name counts.
+    own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}" if name else ""}
+    return {variable: chosen for variable, ours in own.items() if (chosen := os.environ.get(variable) or ours)}
+
+
 class NodeLost(Exception):  # noqa: N818 - it names what happened
     """A node, an actor or a process died without an error of ours."""
 
 
 def answer(ref: Any, name: str, patience_s: float = ANSWER_S) -> Any:
-    """The answer of a node.
-
-    Raises:
-        NodeLost: it is gone, or does not answer in time.
-        UserError: the one that it raised, or its disk is full.
-        ClusterError: its actor cannot start there; another attempt would end in the same way.
+    """The answer of a node. Raises NodeLost, the UserError that it raised, or one that its disk is full; ClusterError where its
+    actor cannot start, which another attempt would not change.
     """
     try:
         return ray.get(ref, timeout=patience_s)
@@ -77,7 +195,7 @@ class Member:
     facts: NodeFacts
 
     def ask(self, method: str, *arguments: Any, patience_s: float = ANSWER_S) -> Any:
-        """What a method of the actor returns; errors as in `answer`."""
+        """What a method of the actor returns; raises as `answer`."""
         return answer(getattr(self.actor, method).remote(*arguments), self.facts.name, patience_s)
 
 
@@ -95,10 +213,7 @@ def start_actor(kind: type[Node], group: PlacementGroup, index: int, share: Shar
 
 
 def join(actors: Sequence[Any], names: Sequence[str], files: Sequence[ParcelFile], patience_s: float = START_S) -> list[Member]:
-    """Wait for actors, compare their versions with those of this machine, and send the files to them.
-
-    `names` are used in errors until the actors say their own.
-    """
+    """Wait for actors, compare their versions with those of this machine, and send the files; `names` are for errors."""
     asked = [actor.describe.remote() for actor in actors]
     described = [answer(ref, name, patience_s) for ref, name in zip(asked, names, strict=True)]
     members = [Member(actor, facts) for actor, facts in zip(actors, described, strict=True)]
@@ -130,13 +245,8 @@ def job_nodes(group: PlacementGroup, share: Share, files: Sequence[ParcelFile]) 
 
 
 class RunningJob:
-    """A job on some nodes, which can go on only together.
-
-    Args:
-        members: the nodes.
-        jobs: what each of them runs.
-        inbox: where the driver puts what they write.
-        here: what errors name instead of the private folder of a node.
+    """What each of some nodes runs, which can go on only together. The inbox gets what they write; errors name the folder `here`
+    instead of the private one of a node.
     """
 
     def __init__(self, members: Sequence[Member], jobs: Sequence[Job], inbox: Inbox, here: str) -> None:
@@ -148,9 +258,7 @@ class RunningJob:
     def poll(self) -> bool:
         """Ask every node once and store what is new; True when all processes have ended and everything is here.
 
-        Raises:
-            NodeLost: a node or a process died.
-            UserError: one that a process left.
+        Raises NodeLost where a node or a process died, and the UserError that a process left.
         """
         reports = self._reports()
         if any(code for report in reports for code in report.codes):

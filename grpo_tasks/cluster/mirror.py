@@ -64,7 +64,7 @@ class Delta:
 
 
 class Outbox:
-    """The side of the node. What is in the folder when it begins is known: the driver sent it."""
+    """The side of the node. What is in the folder at the beginning is not new: the driver sent it."""
 
     def __init__(self, root: Path, mirrored: Mirrored) -> None:
         self.root, self._mirrored = root, mirrored
@@ -150,12 +150,9 @@ class Refused(Exception):  # noqa: N818 - it names what happened
 
 
 class Inbox:
-    """The side of the driver, whose folder is the truth.
+    """The side of the driver, whose folder is the truth; what a killed driver has received in part is removed from it.
 
-    Args:
-        root: the folder; what a driver that was killed has received in part is removed from it.
-        mirrored: what arrives.
-        accept: gets the name and the path of what has arrived, before it replaces anything. It may change it, or raise `Refused`.
+    `accept` gets the name and the path of what has arrived, before it replaces anything. It may change it, or raise `Refused`.
     """
 
     def __init__(self, root: Path, mirrored: Mirrored, accept: Callable[[str, Path], None] = lambda _name, _path: None) -> None:
@@ -165,10 +162,7 @@ class Inbox:
                 remove(path)
 
     def apply(self, delta: Delta, read: Callable[[str, str, int, int], bytes], release: Callable[[str], None]) -> None:
-        """Store everything that is new, in an order that lets a driver that is killed here resume from what it has.
-
-        `read` and `release` are those of the outbox.
-        """
+        """Store what is new, in an order that lets a driver that is killed here resume; `read` and `release` are the outbox's."""
         for name, new in delta.lines.items():
             with (self.root / name).open("ab") as stream:
                 stream.write(new)

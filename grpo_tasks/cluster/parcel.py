@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tasks.content.copies import place_of
 from grpo_tasks.content.hashes import file_sha256, files_below
+from grpo_tasks.content.modules import place_of
 from grpo_tasks.kit.files import is_unfinished
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import InteractionConfig
@@ -46,7 +46,7 @@ class ParcelFile:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is an input, which never changes, and not something that a stage made."""
+        """Whether it never changes, unlike what a stage makes."""
         return self.target.startswith(f"{INPUTS}/")
 
     @property
@@ -62,7 +62,7 @@ def folder_files(target: str, source: Path) -> list[ParcelFile]:
 
 
 def model_files(model: ModelRef) -> list[ParcelFile]:
-    """The files of a model: its base if it is a folder, and its adapter."""
+    """The base if it is a folder, and the adapter."""
     files: list[ParcelFile] = []
     if is_local(model.path) and not model.path.startswith(EMBEDDED):
         files += folder_files(BASE, Path(model.path))
@@ -105,11 +105,7 @@ class NodeFiles:
         return {file.key for file in files if self._found(file) is None}
 
     def receive(self, file: ParcelFile, offset: int, data: bytes) -> None:
-        """Write the bytes of a file from `offset` on; the last ones give it its name.
-
-        Raises:
-            ClusterError: the content has another hash.
-        """
+        """Write the bytes of a file from `offset` on; the last ones give it its name, or raise ClusterError for another hash."""
         target = self._path(file)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Two stages on one node may receive the same file at once.

@@ -34,7 +34,7 @@ NODE_ID = "ray.io/node-id"
 _ROUNDING = 1e-6
 
 
-class Crowded(Exception):  # noqa: N818 - it names what happened
+class ReservationConflict(Exception):  # noqa: N818 - it names what happened
     """The servers of a stage are reserved, and no node is to be had: all of it has to be released."""
 
 
@@ -47,7 +47,7 @@ class Share:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, processes: int) -> Self:
-        """What so many processes reserve."""
+        """For so many processes."""
         gpus = resources.cluster.gpus_per_process
         if gpus is None:
             has_gpus = any(machine.get("GPU", 0) for machine in _machines().values())
@@ -56,12 +56,12 @@ class Share:
 
     @classmethod
     def of_server(cls, resources: ResourcesConfig, vllm: VllmConfig) -> Self:
-        """What a rollout server reserves."""
+        """For a rollout server."""
         return cls(resources.cluster.cpus_per_process, vllm.tensor_parallel_size if cls.of(resources, 1).gpus else 0)
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The same for Ray."""
+        """In Ray's words."""
         return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
     def times_in(self, machine: Mapping[str, float]) -> int:
@@ -138,12 +138,11 @@ class Reservation:
     def reserve(self, *, fewer: bool = False) -> PlacementGroup:
         """Wait for the nodes or processes, and for the servers unless they are reserved already; the group of the former.
 
-        Args:
-            fewer: something has died, so after `wait_s` seconds fewer will do, down to one, even if the cluster is only busy.
-                Processes of an evaluation may always be fewer when the cluster as a whole cannot hold them for so long.
+        After `wait_s` seconds fewer will do, down to one: with `fewer`, because something has died, even if the cluster is only
+        busy; for processes of an evaluation when the cluster as a whole cannot hold them for so long.
 
         Raises:
-            Crowded: the servers are reserved, and not even one node was to be had within `wait_s`.
+            ReservationConflict: the servers are reserved, and not even one node was to be had within `wait_s`.
             ClusterError: the cluster as a whole has been too small for JOIN_S or `wait_s`, whichever is longer.
         """
         self._release_nodes()
@@ -161,7 +160,7 @@ class Reservation:
                     self._report(f"no {missing} within {self._wait_s:g} s: continues with {demand.count}")
                     continue
                 if self.servers is not None:
-                    raise Crowded(f"no {missing} within {self._wait_s:g} s")
+                    raise ReservationConflict(f"no {missing} within {self._wait_s:g} s")
             if now - fitted >= max(JOIN_S, self._wait_s):
                 raise ClusterError(
                     f"the cluster cannot hold {demand}: {describe_nodes()}",

@@ -19,9 +19,8 @@ import polars as pl
 import ray
 
 from grpo_tasks.cluster.connect import connected
-from grpo_tasks.cluster.jobs import Member, NodeLost, RunningJob, job_nodes
+from grpo_tasks.cluster.jobs import Job, Member, NodeLost, RunningJob, job_nodes
 from grpo_tasks.cluster.mirror import Inbox, Mirrored, Refused
-from grpo_tasks.cluster.node import Job
 from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, interaction_at, model_at, model_files, module_files
 from grpo_tasks.cluster.placement import Demand, Reservation
 from grpo_tasks.content.modules import own_sources
@@ -43,14 +42,7 @@ def sample_files(spec: SampleSpec) -> tuple[ParcelFile, ...]:
 
 
 def spec_at(root: Path, spec: SampleSpec, files: Sequence[ParcelFile], only: Sequence[str]) -> SampleSpec:
-    """The specification of a shard with the paths of a node, where a process samples alone.
-
-    Args:
-        root: private folder of the node.
-        spec: as the driver has it.
-        files: what the node has.
-        only: ids of the prompts of the shard.
-    """
+    """The specification of a shard, the prompts `only`, with the paths of a node, where a process samples alone."""
     # A server of its own, on the cards that the process has.
     own = {"replicas": 1, "devices": [], "base_urls": [], "weights_urls": []}
     model, ref = model_at(root, spec.model, spec.ref, files)
@@ -67,7 +59,7 @@ def spec_at(root: Path, spec: SampleSpec, files: Sequence[ParcelFile], only: Seq
 
 
 def shards(spec: SampleSpec, most: int) -> list[list[str]]:
-    """The prompt ids of each shard: at most so many contiguous shards of nearly equal size, none of them empty."""
+    """The prompt ids of each of at most so many contiguous shards of nearly equal size, none of them empty."""
     ids = [row.prompt_id for row in chosen_rows(spec.prompts, spec.max_prompts, spec.only)]
     count = max(1, min(most, len(ids)))
     return [ids[len(ids) * index // count : len(ids) * (index + 1) // count] for index in range(count)]
@@ -92,12 +84,7 @@ class Worker:
 
 
 class SamplingSupervisor:
-    """Samples the completions of a spec on the cluster that this process has joined.
-
-    Args:
-        directory: of the step; what is reported goes to its log.
-        spec: what to sample.
-    """
+    """Samples the completions of a spec on the cluster that this process has joined, for a step with this directory."""
 
     def __init__(self, directory: Path, spec: SampleSpec) -> None:
         self.cluster = spec.resources.cluster
@@ -116,9 +103,7 @@ class SamplingSupervisor:
     def sample(self) -> pl.DataFrame:
         """The table of all completions, in the order of one process.
 
-        Raises:
-            UserError: one that a process left, or nodes that differ.
-            ClusterError: more workers died than `max_restarts` allows.
+        Raises the UserError that a process left, or ClusterError where more workers died than `max_restarts` allows.
         """
         while self.waiting:
             # No more processes than there are shards left.
@@ -137,7 +122,7 @@ class SamplingSupervisor:
         while workers and (self.waiting or any(worker.job is not None for worker in workers)):
             for worker in list(workers):
                 try:
-                    self._tend(worker)
+                    self._continue(worker)
                 except NodeLost as lost:
                     self.waiting.appendleft(worker.shard)
                     workers.remove(worker)
@@ -146,7 +131,7 @@ class SamplingSupervisor:
                     self._count(lost)
             time.sleep(POLL_S)
 
-    def _tend(self, worker: Worker) -> None:
+    def _continue(self, worker: Worker) -> None:
         """Give an idle worker a shard, or collect what it has done."""
         if worker.job is not None:
             worker.job = None if worker.job.poll() else worker.job
@@ -176,7 +161,7 @@ class SamplingSupervisor:
 
 
 def _report(happened: str) -> None:
-    """A line of the step's log."""
+    """A line for the step's log."""
     print(happened, flush=True)
 
 

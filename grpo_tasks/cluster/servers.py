@@ -1,6 +1,6 @@
 """The rollout servers of a stage, each an actor on a node of the cluster. They stay while ranks die and start again.
 
-send the base model -> start all -> tend: replace those that are lost, and announce these
+send the base model -> start all -> check: replace those that are lost, and announce these
 
 A server that is lost is started again at once, on its node or on another one. The next attempts wait longer and longer, and after
 `rollout.vllm.max_restarts` failures in a row it is left out.
@@ -21,8 +21,7 @@ from typing import Any, Self
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from grpo_tasks.cluster.jobs import NodeLost, answer, join, start_actor
-from grpo_tasks.cluster.node import Node
+from grpo_tasks.cluster.jobs import Node, NodeLost, answer, join, start_actor
 from grpo_tasks.cluster.parcel import model_at, model_files
 from grpo_tasks.cluster.placement import Share
 from grpo_tasks.processes.lifetime import start_module
@@ -35,7 +34,7 @@ from schemas.errors import ClusterError, RolloutError, UserError
 KEY = "VLLM_API_KEY"
 START_S = 1_800.0
 """Longest wait for a server; a large model travels to its node first."""
-TEND_S = 2.0
+CHECK_S = 2.0
 """Seconds between two questions to a server."""
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 """Time before the second attempt to start a server again; it doubles with every further one, up to the longest."""
@@ -53,9 +52,8 @@ class ServerAddress:
 
 
 class ServerNode(Node):
-    """The actor of one server: vLLM in its own environment on the node, and a receiver of weights next to it.
-
-    `key` is what requests must carry. The server listens on the address of the node and nowhere else.
+    """The actor of one server: vLLM in its own environment, and a receiver of weights next to it. Both listen on the address of
+    the node and nowhere else, and requests carry `key`.
     """
 
     def __init__(self, key: str, address: str | None = None) -> None:
@@ -63,11 +61,7 @@ class ServerNode(Node):
         os.environ[KEY] = key
 
     def start(self, config: VllmConfig, served: ServerModel) -> ServerAddress:
-        """Start the server and the receiver.
-
-        Raises:
-            RolloutError: there is no vLLM environment here, or the server or the receiver does not come up.
-        """
+        """Start both; raises RolloutError without a vLLM environment, or where one of them does not come up."""
         if not Path(config.python).exists():
             raise RolloutError(
                 f"there is no {config.python} on {self._address}",
@@ -75,8 +69,7 @@ class ServerNode(Node):
                 fix="run `make vllm` on every node that has a server, and name the same path on all of them",
             )
         port, self._log = free_port(self._address), self.root / "weights.log"
-        # By name: that room is a layer above this one.
-        module = "grpo_tasks.web.weights_server"
+        module = "grpo_tasks.content.weights_server"
         with self._log.open("ab") as output:
             self._receiver = start_module(module, self.root / "weights", self._address, port, output=output)
         self._server = OwnServer(config, served, self.root / "vllm.log", host=self._address)
@@ -85,11 +78,7 @@ class ServerNode(Node):
         return ServerAddress(self._server.address, f"http://{self._address}:{port}")
 
     def check(self) -> None:
-        """Nothing while both run.
-
-        Raises:
-            RolloutError: the server or the receiver has ended; the driver starts another one.
-        """
+        """Raise RolloutError where the server or the receiver has ended; the driver starts another one."""
         code = self._receiver.poll()
         if code is not None:
             what = f"the receiver of weights on {self._address} ended with exit code {code}"
@@ -137,8 +126,7 @@ class ClusterServers:
     def __enter__(self) -> Self:
         """Start all servers at once and wait for them; one whose node is lost meanwhile joins later.
 
-        Raises:
-            UserError: one does not come up, or all of their nodes are lost.
+        Raises UserError where one does not come up, or all of their nodes are lost.
         """
         try:
             for number in range(self._count):
@@ -166,18 +154,14 @@ class ClusterServers:
             self._kill(number)
 
     def wait_for_one(self) -> list[ServerAddress]:
-        """The addresses of all servers that run, and of the first one that does if there is none; raises as `tend`."""
+        """The addresses of all servers that run, and of the first one that does if there is none; raises as `check`."""
         while not self._addresses:
-            self.tend()
-            time.sleep(TEND_S)
+            self.check()
+            time.sleep(CHECK_S)
         return [*self._addresses.values()]
 
-    def tend(self) -> list[ServerAddress]:
-        """Report what happened meanwhile, and return the addresses that are new to ranks that run.
-
-        Raises:
-            ClusterError: no server is left.
-        """
+    def check(self) -> list[ServerAddress]:
+        """Report what happened meanwhile; the addresses that are new to ranks that run. Raises ClusterError if none is left."""
         new = []
         while not self._news.empty():
             news = self._news.get()
@@ -210,7 +194,7 @@ class ClusterServers:
                 # The ranks that start after it know it.
                 self._news.put(News(number, message if failures else "", address))
                 reported = ""
-                while not self._ended.wait(TEND_S):
+                while not self._ended.wait(CHECK_S):
                     answer(self._actors[number].check.remote(), f"rollout server {number}")
             except Exception as fault:  # whatever it is: the other servers sample, and this one is replaced
                 failures = 1 if time.monotonic() - joined > SETTLED_S else failures + 1

@@ -1,4 +1,4 @@
-"""Trains a stage on the nodes of a cluster: reserves, sends, starts, collects, and starts again when something dies.
+"""`python -m grpo_tasks.cluster.stage STAGE_DIR`: trains a stage on the nodes of a Ray cluster, or resumes it.
 
     reserve nodes and room for rollout servers, all of it or nothing -> start the servers
     attempt: compare versions -> send the stage -> start the ranks -> collect until all ranks ended
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
-from grpo_tasks.cluster.jobs import Member, NodeLost, RunningJob, ask_each, job_nodes
+from grpo_tasks.cluster.connect import connected
+from grpo_tasks.cluster.jobs import Job, Member, NodeLost, RunningJob, ask_each, job_nodes
 from grpo_tasks.cluster.mirror import Inbox, Mirrored, Refused
-from grpo_tasks.cluster.node import Job
 from grpo_tasks.cluster.parcel import (
     INPUTS,
     MODULES,
@@ -30,11 +30,12 @@ from grpo_tasks.cluster.parcel import (
     model_files,
     module_files,
 )
-from grpo_tasks.cluster.placement import Crowded, Demand, Reservation, Share
+from grpo_tasks.cluster.placement import Demand, Reservation, ReservationConflict, Share
 from grpo_tasks.cluster.servers import ClusterServers, ServerAddress
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.judging.limits import LOCAL_RANKS
+from grpo_tasks.processes.child import run_child
 from grpo_tasks.stage.checkpoint import is_intact
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.run import package_of
@@ -101,7 +102,7 @@ def spec_at(
 
 
 def rank_environments(address: str, port: int, node: int, local: int, ranks: int) -> tuple[dict[str, str], ...]:
-    """What the `local` processes of a node need to find those of all nodes, `ranks` in number, at address and port of rank 0."""
+    """What the `local` processes of a node need to find all `ranks`, at address and port of rank 0."""
     if ranks == 1:
         return ({},)
     shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), LOCAL_RANKS: str(local), OWN_DISK: "1"}
@@ -109,17 +110,10 @@ def rank_environments(address: str, port: int, node: int, local: int, ranks: int
 
 
 def store(directory: StageDir, spec: StageSpec, node_base: str, name: str, path: Path) -> None:
-    """Make what has arrived from a node that of a stage on this machine.
+    """Make what has arrived from a node that of a stage on this machine. It is at `path` until then.
 
-    Args:
-        directory: the stage directory here.
-        spec: the stage as it is here.
-        node_base: the path of the base model on the node, which peft writes into adapter_config.json.
-        name: what has arrived: its path relative to the stage directory.
-        path: where it is until it gets that name.
-
-    Raises:
-        Refused: a checkpoint that lacks something that its manifest names.
+    peft writes `node_base`, the path of the base model on the node, into adapter_config.json. Raises Refused for a checkpoint
+    that lacks something of its manifest.
     """
     if name.startswith(CHECKPOINTS) and not is_intact(path):
         raise Refused
@@ -148,8 +142,7 @@ class StageSupervisor:
         self._wait_report = partial(self._report, "cluster")
 
     def train(self) -> None:
-        """Attempt until the stage is finished, with nodes and servers that are reserved together. The servers stay while nodes
-        are replaced.
+        """Attempt until the stage is finished. Nodes and servers are reserved together; servers stay while nodes are replaced.
 
         Raises:
             UserError: one that a rank left, nodes that differ, or a cluster that is too small.
@@ -164,11 +157,11 @@ class StageSupervisor:
                     with own as servers:
                         while not self._attempt(nodes, demand.share, servers):
                             nodes = held.reserve(fewer=True)
-                except Crowded as crowded:
-                    self._wait_report(f"{crowded}; releases what it has, and tries again")
+                except ReservationConflict as conflict:
+                    self._wait_report(f"{conflict}; releases what it has, and tries again")
 
     def _attempt(self, nodes: PlacementGroup, share: Share, servers: ClusterServers | None) -> bool:
-        """Train on these nodes; False if something died."""
+        """Whether the stage was trained on these nodes; if something died, that is reported."""
         # Opening both cuts off an incomplete last line that a killed driver left.
         Journal(self.dir.journal), Events(self.dir.events)
         files = stage_files(self.spec, self.dir)
@@ -176,7 +169,7 @@ class StageSupervisor:
             with job_nodes(nodes, share, files) as members:
                 job = self._start(members, files, servers)
                 while not job.poll():
-                    for server in [] if servers is None else servers.tend():
+                    for server in [] if servers is None else servers.check():
                         ask_each(members, "append", self.dir.servers.name, json.dumps(asdict(server)))
                     time.sleep(POLL_S)
             if not self.dir.result.exists():
@@ -195,7 +188,6 @@ class StageSupervisor:
             return False
 
     def _start(self, members: Sequence[Member], files: Sequence[ParcelFile], servers: ClusterServers | None) -> RunningJob:
-        """Start all ranks."""
         first, local = members[0], self.cluster.processes_per_node
         port, ranks = first.ask("free_port"), local * len(members)
         # Ranks that are given no server would start some of their own.
@@ -215,3 +207,17 @@ class StageSupervisor:
     def _report(self, event: str, detail: str) -> None:
         """An event of the stage: the step shows it in the log and in Prefect and sends it to MLflow."""
         Events(self.dir.events).append(Journal(self.dir.journal).last_step, event, detail)
+
+
+def main(root: Path) -> None:
+    """Train the stage; a finished one is left as it is."""
+    directory = StageDir(root.resolve())
+    if directory.result.exists():
+        return
+    spec = StageSpec.load(directory.spec)
+    with connected(spec.resources.cluster.address):
+        StageSupervisor(directory, spec).train()
+
+
+if __name__ == "__main__":
+    run_child(main)

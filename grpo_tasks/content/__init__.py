@@ -1,1 +1,1 @@
-"""Files and code identified by content: SHA-256 of files, folders and modules, manifests of outputs; tables in Markdown."""
+"""Files, code and models by their content: hashes, manifests, copies, chat templates; tables in Markdown."""

@@ -1,7 +1,4 @@
-"""The column `conversation` of a table: for reward functions, and as text for people, turn by turn.
-
-Reward functions run in processes without polars: it is imported where a table is shown.
-"""
+"""The column `conversation` of a table: for reward functions, whose processes have no polars, and as text, turn by turn."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +14,6 @@ class Played:
     """What a conversation adds to its completion."""
 
     prompt: Sequence[Mapping[str, Any]]
-    """Messages of the prompt."""
     said: Sequence[Mapping[str, Any]]
     """All messages after the prompt."""
     turns: Sequence[Mapping[str, Any]]
@@ -60,11 +56,7 @@ def turn_by_turn(table: "pl.DataFrame") -> "pl.DataFrame":
 
 
 def spoken(conversation: str) -> str:
-    """The text of one conversation (rollout/conversations/record.py).
-
-    Raises:
-        ValueError: the text is no JSON.
-    """
+    """The text of one conversation (rollout/conversations/record.py); raises ValueError for what is no JSON."""
     found = json.loads(conversation)
     lines = []
     for number, turn in enumerate(found["turns"], start=1):

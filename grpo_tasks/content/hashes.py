@@ -1,4 +1,6 @@
-"""SHA-256 of files and folders.
+"""SHA-256 of files and folders, and the manifest of a step's folder.
+
+    folder --take_manifest--> (OutputFile, ...) --find_changes--> [Change("final/adapter_model.safetensors", "changed")]
 
 What is published, proved or compared with a recorded hash is read. With `remembered=True` a large file is read only if its path,
 size, mtime, ctime and inode are not known from an earlier time: for what a run refers to, such as the base model in every key.
@@ -11,10 +13,18 @@ import sqlite3
 import time
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from grpo_tasks.kit.files import is_unfinished
+from grpo_tasks.processes.child import ERROR, RESULT
+from schemas.results.base import OutputFile
 
 REMEMBERED_BYTES = 1 << 20
 """Size from which the hash of a file is cached. Smaller files are read every time."""
+NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})
+"""What a manifest leaves out: no later step reads it, and some of it is written after the step has ended."""
 _SETTLED_NS = 2_000_000_000
 """A file changed more recently than this could change again without a new timestamp, so its hash is not cached."""
 _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL)"
@@ -85,3 +95,43 @@ def _database() -> sqlite3.Connection:
     connection = sqlite3.connect(folder / "hashes.db", timeout=5.0, isolation_level=None)
     connection.execute(_TABLE)
     return connection
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A file that differs from the manifest."""
+
+    path: str
+    what: Literal["missing", "changed"]
+
+    def __str__(self) -> str:
+        return f"{self.path} is {'missing' if self.what == 'missing' else 'not what the step wrote'}"
+
+
+def take_manifest(folder: Path, names: tuple[str, ...] = ()) -> tuple[OutputFile, ...]:
+    """Every output file of a step's folder, sorted by path; with `names` only those that are, or lie below, one of them."""
+    found = ((path, path.relative_to(folder)) for path in files_below(folder))
+    return tuple(
+        OutputFile(path=name.as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
+        for path, name in found
+        if name.parts[0] not in NO_OUTPUTS and not is_unfinished(name.name) and (not names or name.parts[0] in names)
+    )
+
+
+def find_changes(folder: Path, manifest: Iterable[OutputFile]) -> list[Change]:
+    """The files of the manifest that are missing or differ. Files that the manifest does not list are ignored."""
+    changes = []
+    for file in manifest:
+        path = folder / file.path
+        if not path.is_file():
+            changes.append(Change(file.path, "missing"))
+        # The size first: most damage changes it, and it costs no reading.
+        elif path.stat().st_size != file.bytes or file_sha256(path) != file.sha256:
+            changes.append(Change(file.path, "changed"))
+    return changes
+
+
+def outputs_sha256(manifest: Iterable[OutputFile], names: tuple[str, ...]) -> str:
+    """SHA-256 (hex) over the files of a manifest that are, or lie below, one of `names`."""
+    below = tuple(f"{name}/" for name in names)
+    return digest_of((file.path, file.sha256) for file in manifest if f"{file.path}/".startswith(below))

@@ -1,7 +1,7 @@
 """The files of a strange model are read in a process with limits of time and memory, before and while this process uses them.
 
     check_model_files(path)         tokenizer, chat template and headers of the weights, once, before this process loads them
-    with limited_templates(path):   inside, content/chat.py renders chats in that process
+    with limited_templates(path):   inside, content/tokenizer.py renders chats in that process
 
 A chat template is a program, and a tokenizer holds patterns: neither has to end. The process is one of grpo_tasks/processes, like
 those of rewards and tools. What ships with this project is not strange.
@@ -26,6 +26,7 @@ MEMORY_BYTES = 4 * 2**30
 BATCH = 256
 """Chats in one request."""
 _CHECK_BYTES, _RENDER_BYTES = 2**16, 2**28
+_READ = {"check": "trying the tokenizer, the chat template and the headers of the weights", "render": "the chat template"}
 
 
 class _Checked(Reply):
@@ -46,10 +47,9 @@ class LimitedModel:
         self._process = WorkerProcess("grpo_tasks.content.serve_model", MEMORY_BYTES)
 
     def check(self, path: str, revision: str | None) -> None:
-        """Load and try the tokenizer and the chat template, and read the headers of the weights.
+        """Load and try tokenizer and chat template, and read the headers of the weights.
 
-        Raises:
-            ModelError: one of them does not end, takes too much memory, or a header is damaged.
+        Raises ModelError where one of them does not end, takes too much memory, or a header is damaged.
         """
         made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
         if made.file:
@@ -60,7 +60,7 @@ class LimitedModel:
     def render(
         self, template: str, special: Mapping[str, Any], chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
     ) -> tuple[list[str], dict[int, str]]:
-        """As `serve_model.render`; raises `ModelError` where the template does not end or takes too much memory."""
+        """As `serve_model._render`; raises ModelError where the template does not end or takes too much memory."""
         message = {"template": template, "special": special, "chats": chats, "opened": opened}
         made = self._ask("render", message, RENDER_S, _RENDER_BYTES, _Rendered)
         return made.texts, made.refused
@@ -72,7 +72,6 @@ class LimitedModel:
     def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int, shape: type[Shape]) -> Shape:
         if self._process.link is None:
             self._process.start()
-
         reply = self._process.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes)
         if not isinstance(reply, WorkerFault):
             return reply
@@ -87,7 +86,6 @@ class LimitedModel:
         )
 
 
-_READ = {"check": "trying the tokenizer, the chat template and the headers of the weights", "render": "the chat template"}
 _current: ContextVar[LimitedModel | None] = ContextVar("limited model", default=None)
 
 
@@ -112,13 +110,12 @@ def limited_templates(path: str) -> Iterator[None]:
 
 
 def check_model_files(path: str, revision: str | None) -> None:
-    """Try the files of a model in a process with limits, unless they ship with this project. A folder is tried once.
-
-    Raises:
-        ModelError: as `LimitedModel.check`.
-    """
-    if not path.startswith(EMBEDDED):
-        _check_once(path, revision, _state(path))
+    """`LimitedModel.check`, unless the model ships with this project. A folder is tried again only when its files change."""
+    if path.startswith(EMBEDDED):
+        return
+    folder = Path(path)
+    files = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()] if folder.is_dir() else []
+    _check_once(path, revision, tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files))
 
 
 @cache
@@ -130,12 +127,3 @@ def _check_once(path: str, revision: str | None, state: tuple[tuple[str, int, in
     finally:
         if current is None:
             model.close()
-
-
-def _state(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of the files in a folder; empty for a hub id."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return ()
-    found = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in found)

@@ -20,12 +20,9 @@ def code(text: str) -> Code:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> str:
-    """A Markdown table, without a final newline.
+    """A Markdown table, without a final newline; the columns headed `right` are aligned right (numbers).
 
-    Args:
-        columns: the headings.
-        rows: one cell per column. Line breaks, pipes and `<` are escaped. `code()` also disables emphasis, links and images.
-        right: headings of the columns to align right (numbers).
+    Line breaks, pipes and `<` in cells are escaped. `code()` also disables emphasis, links and images.
     """
     rule = "|".join("---:" if column in right else "---" for column in columns)
     first, *others = (f"| {' | '.join(map(_cell, cells))} |" for cells in (columns, *rows))

@@ -1,9 +1,12 @@
-"""One hash over a user's own module and every module of the user's that it imports.
+"""A user's own modules: one hash over a module and all that it imports, an object by its name, and copies to import from.
 
-    my_rewards.py --import helper--> helper.py --from . import tables--> ...      (installed packages are not read)
+    my_rewards.py --import helper--> helper.py --from . import tables--> ...      own_modules; installed packages are left out
+    keep_modules(modules, parent, searched=...)  ->  parent/DIGEST/               copies, and .copies.json
+    import_from(folders)                                                          imports take the copies from now on
 
-Imports are read from the source; nothing is executed. Imports by a computed name are not found. Installed packages are left out:
-every run records their versions.
+Imports are read from the source; nothing is executed, and imports by a computed name are not found. The processes of a run import
+from copies, whatever becomes of the files meanwhile. A copy is executed under the name of the file that it was made of: a
+traceback names the user's line, and `__file__` leads to the files beside it. A module without a copy is searched as before.
 """
 
 import ast
@@ -11,32 +14,36 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
+import shutil
 import site
+import sys
 import sysconfig
+import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.machinery import PathFinder
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from grpo_tasks.content.copies import copies_in, import_from
 from grpo_tasks.content.hashes import digest_of, file_sha256
 from schemas.errors import ConfigError
 
-_OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = {"flows", "grpo_tasks", "schemas"}
+INDEX = ".copies.json"
 
 
 def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
     """SHA-256 (hex) over the files of a module and of every module that it reaches, except installed ones.
 
-    Args:
-        module: dotted name.
-        search: folders that are searched for modules after the installed ones; default: the working directory.
-
-    Returns:
-        Empty when there is no such module. Importing it raises the error.
+    `search` holds the folders that are searched for modules after the installed ones; default: the working directory. The result
+    is empty when there is no such module: importing it raises the error.
     """
     files = own_modules(module, [Path.cwd()] if search is None else search)
     return digest_of((name, file_sha256(path)) for name, path in files.items()) if files else ""
@@ -45,7 +52,7 @@ def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
 def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
     """Dotted name and file of a module and of the user's own modules that it imports, directly or not.
 
-    Where one of the folders holds copies (copies.py), these are the user's own modules, and there are no others.
+    Where one of the folders holds copies (`keep_modules`), these are the user's own modules, and there are no others.
     """
     copies = copies_in(search)
     found: dict[str, Path] = {}
@@ -79,7 +86,7 @@ def own_sources(references: Iterable[str], search: Sequence[Path]) -> dict[str, 
 
 
 def _file_of(name: str, search: Sequence[Path]) -> Path | None:
-    """The file of a module; None if it is installed, part of this project, or does not exist."""
+    """None if the module is installed, part of this project, or does not exist."""
     top, *rest = name.split(".")
     if top in _OUR_PACKAGES:
         return None
@@ -132,11 +139,7 @@ def _imports(name: str, path: Path) -> Iterator[str]:
 
 
 def import_object(path: str, folders: Sequence[Path], *, place: str) -> Callable[..., Any]:
-    """What `package.module:name` names: a function, a class or another object that can be called.
-
-    Raises:
-        ConfigError: the module cannot be imported, has no such name, or its value cannot be called.
-    """
+    """What `package.module:name` names. Raises ConfigError if it cannot be imported, or cannot be called."""
     if "(" in path:
         fix = f"write {path.partition('(')[0]}, and the arguments as params: {{NAME: VALUE}}"
         raise ConfigError(f"{path} is a call, and only a name can stand here", place=place, fix=fix)
@@ -180,3 +183,130 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="fix that line") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A folder that `keep_modules` made: the copy of each module and the file that it was made of, by dotted name."""
+
+    folder: Path
+    files: Mapping[str, Path]
+    origins: Mapping[str, Path]
+    searched: tuple[Path, ...]
+    """Folders that are searched for other modules, after the installed ones."""
+
+    def changed(self) -> list[Path]:
+        """The files that are no longer as they were copied."""
+        found = []
+        for name, origin in self.origins.items():
+            try:
+                same = origin.read_bytes() == self.files[name].read_bytes()
+            except OSError:
+                same = False
+            found += [] if same else [origin]
+        return found
+
+
+def keep_modules(modules: Mapping[str, Path], parent: Path, *, searched: Iterable[Path]) -> Path:
+    """Copy modules (from `own_modules`) into a folder in `parent` named by their contents; one that is there is left as it is.
+
+    `searched` is where other modules are searched, after the installed ones.
+    """
+    parent = parent.resolve()
+    parent.mkdir(parents=True, exist_ok=True)
+    folders = [str(folder.resolve()) for folder in searched]
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".part-") as unfinished:
+        whole = Path(unfinished) / "copies"
+        whole.mkdir()
+        files = {name: place_of(name, path) for name, path in modules.items()}
+        for name, path in modules.items():
+            (whole / files[name]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, whole / files[name])
+        origins = {name: str(path.resolve()) for name, path in modules.items()}
+        index = json.dumps({"files": files, "origins": origins, "searched": folders}, indent=2)
+        (whole / INDEX).write_text(index, encoding="utf-8")
+        # The hash is that of the copies: a file may change while it is copied, and then the copy is what counts.
+        named = [(name, file_sha256(whole / file)) for name, file in {**files, INDEX: INDEX}.items()]
+        kept = parent / digest_of(named)[:16]
+        if not (kept / INDEX).exists():
+            # Of two runs that begin together, the second finds the folder of the first.
+            try:
+                whole.rename(kept)
+            except OSError:
+                if not (kept / INDEX).exists():
+                    raise
+    return kept
+
+
+def place_of(name: str, path: Path) -> str:
+    """Where the copy of a module lies in its folder: a/b.py or a/b/__init__.py."""
+    parts = name.replace(".", "/")
+    return f"{parts}/{path.name}" if path.stem == "__init__" else f"{parts}{''.join(path.suffixes)}"
+
+
+def copies_in(folders: Sequence[Path]) -> Copies | None:
+    """Those of the first of these folders that holds any."""
+    return next((_read(folder.resolve()) for folder in folders if (folder / INDEX).is_file()), None)
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path) -> Copies:
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    files = {name: folder / file for name, file in index["files"].items()}
+    origins = {name: Path(origin) for name, origin in index["origins"].items()}
+    return Copies(folder, files, origins, tuple(map(Path, index["searched"])))
+
+
+def import_from(folders: Sequence[Path]) -> None:
+    """Let imports of this process take the copies in one of these folders; nothing changes where none holds any."""
+    copies = copies_in(folders)
+    if copies is not None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        # Before all others: a project that is installed for editing is on the path, and it may change as any other file.
+        sys.meta_path.insert(0, _Finder(copies))
+        sys.path.extend(str(folder) for folder in copies.searched if str(folder) not in sys.path)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the signature of importlib
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        copy, origin = self.copies.files.get(fullname), self.copies.origins.get(fullname)
+        if copy is None or origin is None:
+            return self._namespace(fullname)
+        within = [str(origin.parent)] if origin.stem == "__init__" else None
+        if copy.suffix != ".py":
+            return spec_from_file_location(fullname, copy, submodule_search_locations=within)
+        loader = _Loader(origin, copy)
+        return spec_from_file_location(fullname, origin, loader=loader, submodule_search_locations=within)
+
+    def _namespace(self, fullname: str) -> ModuleSpec | None:
+        """A package without a file of its own, which holds a copied module."""
+        inside = next((name for name in self.copies.files if name.startswith(f"{fullname}.")), None)
+        if inside is None:
+            return None
+        origin = self.copies.origins[inside]
+        depth = inside.count(".") - fullname.count(".") - (0 if origin.stem == "__init__" else 1)
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(origin.parents[depth])]
+        return spec
+
+
+class _Loader(SourceLoader):
+    """The source of a copy under the name of the file that it was made of. It writes no bytecode: the name stands for both."""
+
+    def __init__(self, origin: Path, copy: Path) -> None:
+        self.origin, self.copy = str(origin), copy
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - the signature of importlib
+        return self.origin
+
+    def get_data(self, path: str | bytes) -> bytes:
+        named = str(path)
+        return self.copy.read_bytes() if named == self.origin else Path(named).read_bytes()

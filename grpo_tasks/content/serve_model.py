@@ -1,10 +1,7 @@
-"""`python -P -m grpo_tasks.content.serve_model FD`: reads the files of a strange model. limited_model.py starts it, with limits.
-
-Whatever does not end here is ended from outside.
-"""
+"""`python -P -m grpo_tasks.content.serve_model FD`: reads the files of a strange model, within the limits of limited_model.py."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,25 +30,25 @@ def tokenizer_class(path: str, revision: str | None) -> type[PreTrainedTokenizer
     return PreTrainedTokenizerFast
 
 
-def render(
-    template: str, special: Mapping[str, Any], chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
-) -> tuple[list[str], dict[int, str]]:
+def _render(request: Mapping[str, Any]) -> dict[str, Any]:
     """Texts of chats, as apply_chat_template gives them, and by its index why a chat is refused, whose text is empty."""
     texts, refused = [], {}
-    for index, chat in enumerate(chats):
+    for index, chat in enumerate(request["chats"]):
         text = ""
         try:
-            messages = [dict(message) for message in chat]
-            made, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=opened, **special)
+            messages, opened = [dict(message) for message in chat], request["opened"]
+            made, _ = render_jinja_template(
+                [messages], chat_template=request["template"], add_generation_prompt=opened, **request["special"]
+            )
             text = str(made[0])
         except Exception as error:  # a template is a program: what it does not expect in a message can fail in any way
             refused[index] = str(error)[:300]
         texts.append(text)
-    return texts, refused
+    return {"texts": texts, "refused": refused}
 
 
 def _check(path: str, revision: str | None) -> dict[str, str]:
-    """Do what this project does with every model. Only what never ends, or takes all memory, is a fault: see limited_model.py."""
+    """Do what this project does with every model. Only what never ends, or takes all memory, is a fault."""
     # The process that loads the tokenizer for good says what is wrong with it.
     with suppress(Exception):
         tokenizer = tokenizer_class(path, revision).from_pretrained(path, revision=revision or "main")
@@ -68,11 +65,6 @@ def _check(path: str, revision: str | None) -> dict[str, str]:
         except (OSError, SafetensorError) as error:
             return {"file": str(file), "error": str(error)[:300]}
     return {}
-
-
-def _render(request: Mapping[str, Any]) -> dict[str, Any]:
-    texts, refused = render(request["template"], request["special"], request["chats"], opened=request["opened"])
-    return {"texts": texts, "refused": refused}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What a run's settings change about a tokenizer: added tokens, and variables of its chat template.
+"""A tokenizer and its chat template: what a run's settings change about them, and what they make of texts and turns.
 
     tokenizer as published -> added tokens of model.added_tokens -> template with the defaults of rollout.chat_template_kwargs
                                                                  -> merged model: also with the system prompt of the training
+    text   --text_ids--> token ids of a prompt: one BOS, no EOS
+    chat   --rendered--> text by the template
+    turn   --turn_end--> the special token that the template writes behind what the assistant says
 
-Everything that loads a tokenizer prepares it here, so that validation, sampling, training and the merged model agree. The changes
-are saved with a merged model: its template keeps the defaults, and needs no settings of ours. Imports no torch.
+Whoever loads a tokenizer prepares it here, and whoever tokenises does it here, so that validation, sampling, training and the
+merged model agree. A merged model is saved with the changes, and needs no settings of ours. Imports no torch.
 """
 
 import json
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from grpo_tasks.content.limited_model import BATCH, limited_model
 from schemas.config.model import AddedToken, ModelConfig
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.errors import ConfigError
@@ -20,6 +24,10 @@ from schemas.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PLACEHOLDER = "\ufdd0\ufdd1"
+"""Stands for what somebody says. Unicode reserves these code points for use inside a program."""
+QUESTION = {"role": "user", "content": "Hi"}
+_ANSWER = {"role": "assistant", "content": PLACEHOLDER}
 _DIRECTIVES = [*(f"%-{letter}" for letter in "dmjHMI"), *(f"%{letter}" for letter in "aAbBcdDeFGhHIjkmMnprRSTuUVwWxXyY")]
 """What strftime puts in the place of a part of a date; the hour is midnight."""
 _PERCENT = "\ufdd2"
@@ -40,11 +48,7 @@ def added_tokens(model: ModelConfig) -> list[AddedToken]:
 
 
 def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken]) -> list[int]:
-    """Add tokens in place, in their order; those that the tokenizer has already keep their ids.
-
-    Returns:
-        The ids that are new.
-    """
+    """Add tokens in place, in their order; the ids that are new. Those that the tokenizer has already keep their ids."""
     import tokenizers
 
     before = set(tokenizer.get_vocab())
@@ -62,8 +66,7 @@ def starting_rows(
 ) -> dict[int, list[int]]:
     """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`).
 
-    Raises:
-        ConfigError: such a text has no tokens that the model knows.
+    Raises ConfigError where such a text has no tokens that the model knows.
     """
     rows = {}
     for token in tokens:
@@ -82,11 +85,7 @@ def starting_rows(
 
 
 def token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int:
-    """The id of a token that the tokenizer has.
-
-    Raises:
-        ConfigError: it does not have it.
-    """
+    """The id of a token; raises ConfigError where the tokenizer does not have it."""
     found = tokenizer.get_vocab().get(token)
     if found is not None:
         return int(found)
@@ -102,19 +101,14 @@ def token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int:
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", given: Iterable[int | str]) -> frozenset[int]:
-    """Token ids of `rollout.stop_token_ids`, which names tokens by id or by text.
-
-    Raises:
-        ConfigError: the tokenizer does not have a named token.
-    """
+    """Token ids of `rollout.stop_token_ids`, which names tokens by id or by text; raises as `token_id`."""
     return frozenset(token_id(tokenizer, token) if isinstance(token, str) else token for token in given)
 
 
 def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[str, Any]) -> None:
-    """Give variables of the chat template a default, in place.
+    """Give variables of the chat template a default, in place: rendering equals `apply_chat_template(..., **values)`.
 
-    Rendering then equals `apply_chat_template(..., **values)`, and a caller may still pass another value. The value of
-    strftime_now is a day (schemas/config/rollout.py TEMPLATE_DATE).
+    A caller may still pass another value. The value of strftime_now is a day (schemas/config/rollout.py TEMPLATE_DATE).
     """
     if not values:
         return
@@ -154,9 +148,9 @@ def _today(date: str) -> str:
 
 
 def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:
-    """Make the chat template begin every conversation that has no system message with this one, in place.
+    """Make the chat template begin conversations without a system message with this one, in place, instead of an earlier one.
 
-    A system prompt that an earlier call wrote is replaced. The prompt is a string in the template, never a part of it.
+    The prompt is a string in the template, never a part of it.
     """
     opening = _SYSTEM_START + _SYSTEM.replace("PROMPT", _literal(prompt)) + _SYSTEM_END
     _change_templates(tokenizer, lambda template: opening + _own_line(_split_system(template)[1]))
@@ -186,7 +180,7 @@ def _split_system(template: str) -> tuple[str, str]:
 
 
 def _own_line(template: str) -> str:
-    """The template without the spaces that lstrip_blocks would remove if nothing stood before them on their line."""
+    """Without the spaces that lstrip_blocks would remove if nothing stood before them on their line."""
     return re.sub(r"^[ \t]+(?=\{[%#](?!\+))", "", template)
 
 
@@ -209,3 +203,92 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
 def contains_special(text: str, special: Iterable[str]) -> bool:
     """Whether the text contains one of the special tokens."""
     return any(token in text for token in special)
+
+
+class RefusedError(Exception):
+    """The chat template cannot render these messages."""
+
+
+def rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
+    """Text of a chat by the tokenizer's template; with `opened` up to the beginning of the assistant's turn.
+
+    Raises RefusedError where the template refuses the messages, ModelError where that of a strange model exceeds its limits.
+    """
+    [text] = rendered_all(tokenizer, [messages], opened=opened)
+    if isinstance(text, RefusedError):
+        raise text
+    return text
+
+
+def rendered_all(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
+) -> list[str | RefusedError]:
+    """As `rendered`, for many chats. Inside `limited_templates`, a process with limits renders them."""
+    limited, found = limited_model(), list[str | RefusedError]()
+    if limited is None:
+        for chat in chats:
+            messages = [dict(message) for message in chat]
+            try:
+                found.append(str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False)))
+            except Exception as error:  # a template is a program: what it does not expect in a message can fail in any way
+                found.append(_refusal(str(error)))
+        return found
+    template, special = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+    for start in range(0, len(chats), BATCH):
+        texts, refused = limited.render(template, special, chats[start : start + BATCH], opened=opened)
+        found += [_refusal(refused[index]) if index in refused else text for index, text in enumerate(texts)]
+    return found
+
+
+def _refusal(reason: str) -> RefusedError:
+    return RefusedError(f"the chat template refuses the messages: {reason}"[:300])
+
+
+def answered(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
+    """What the template writes before and behind the assistant's words; None if it leaves them out."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = rendered(tokenizer, [QUESTION, _ANSWER], opened=False)
+    except RefusedError:
+        return None
+    before, found, behind = text.rpartition(PLACEHOLDER)
+    return (before, behind) if found else None
+
+
+def end_marker(tokenizer: "PreTrainedTokenizerBase", text: str) -> str | None:
+    """The special token that ends a turn in its text: the end-of-text token, or else the first one."""
+    if tokenizer.eos_token and tokenizer.eos_token in text:
+        return str(tokenizer.eos_token)
+    found = [token for token in special_tokens(tokenizer).values() if token in text]
+    return min(found, key=text.index) if found else None
+
+
+def turn_end(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """The special token that ends the assistant's turn in the chat template; None if the template writes none."""
+    around = answered(tokenizer)
+    return None if around is None else end_marker(tokenizer, around[1])
+
+
+def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts that a model is to continue.
+
+    A text begins with what the tokenizer writes before any text, such as BOS, once: a prompt that a chat template has rendered
+    brings its own. Nothing is written behind it: a model that has read EOS begins another text.
+    """
+    before, _ = surroundings(tokenizer)
+    found = []
+    for ids in tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+        # A text brings all of it, none, or the end of it.
+        brought = next((count for count in range(len(before), 0, -1) if ids[:count] == before[-count:]), 0)
+        missing = [] if ids[:1] == before[:1] else before[: len(before) - brought]
+        found.append(missing + ids)
+    return found
+
+
+def surroundings(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer writes before and behind any text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    start = next(at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)
+    return ids[:start], ids[start + len(bare) :]

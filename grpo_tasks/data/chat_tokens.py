@@ -12,10 +12,17 @@ from itertools import takewhile
 import polars as pl
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import RefusedError, rendered_all, surroundings, text_ids
 from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.serve_model import tokenizer_class
-from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
+from grpo_tasks.content.tokenizer import (
+    RefusedError,
+    contains_special,
+    rendered_all,
+    special_tokens,
+    stop_token_ids,
+    surroundings,
+    text_ids,
+)
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError

@@ -4,16 +4,8 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import (
-    QUESTION,
-    RefusedError,
-    answered,
-    asks_for_date,
-    generation_eos,
-    rendered,
-    surroundings,
-    turn_end,
-)
+from grpo_tasks.content.model_files import asks_for_date, generation_eos
+from grpo_tasks.content.tokenizer import QUESTION, RefusedError, answered, rendered, surroundings, turn_end
 from grpo_tasks.data.judge import RowVerdict
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig

@@ -16,10 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import RefusedError, end_marker, rendered, turn_end
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
-from grpo_tasks.content.tokenizer import contains_special, special_tokens
+from grpo_tasks.content.tokenizer import RefusedError, contains_special, end_marker, rendered, special_tokens, turn_end
 from grpo_tasks.policy.chat import prompt_ids
 from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError

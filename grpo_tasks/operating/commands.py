@@ -8,6 +8,8 @@ from urllib.parse import urlsplit, urlunsplit
 from schemas.errors import UserError
 
 HOST = "127.0.0.1"
+WORKDIR = "GRPO_WORKDIR"
+"""Environment variable: the folder of the user's config files. Without it, the check of parameters reads presets only."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -15,7 +17,6 @@ QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """Settings without which the servers report to their vendors, and MLflow prints its addresses into the logs of runs."""
-
 DATABASES = ("prefect", "mlflow")
 VARIABLE = "GRPO_POSTGRES"
 """Environment variable: postgresql://USER:PASSWORD@HOST:PORT keeps the tables of both servers in that PostgreSQL."""
@@ -48,8 +49,7 @@ def mlflow_command(port: int) -> list[str]:
 def mlflow_environment(postgres: str | None) -> dict[str, str]:
     """Environment variables of the MLflow server, its database among them: every user can read the arguments of a process.
 
-    Raises:
-        UserError: MLFLOW_TRACKING_URI names a server instead of a database.
+    Raises UserError where MLFLOW_TRACKING_URI names a server instead of a database.
     """
     store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     if postgres:
@@ -67,15 +67,11 @@ def worker_command(name: str, *queues: str) -> list[str]:
 
 def deploy_commands(deploy_file: Path) -> list[list[str]]:
     """Work pool, queues, deployments and automations: arguments after `python -m`. Repeating them keeps what users changed."""
-    return [["grpo_tasks.operating.deploying.apply", str(deploy_file)], ["grpo_tasks.operating.automations"]]
+    return [["grpo_tasks.operating.deployments", str(deploy_file)], ["grpo_tasks.operating.automations"]]
 
 
 def free_port(wanted: int) -> int:
-    """`wanted`, or the next higher port that is not in use.
-
-    Raises:
-        UserError: a hundred ports in a row are in use.
-    """
+    """`wanted`, or the next higher port that is not in use; raises UserError where a hundred ports in a row are."""
     for port in range(wanted, wanted + 100):
         with socket.socket() as probe:
             # Without this, a port counts as taken for a minute after its server has stopped.
@@ -89,11 +85,7 @@ def free_port(wanted: int) -> int:
 
 
 def database_url(postgres: str, driver: str, database: str) -> str:
-    """The address of one database, for example postgresql+asyncpg://USER:PASSWORD@HOST:PORT/prefect.
-
-    Raises:
-        UserError: `postgres` is not the address of a PostgreSQL server.
-    """
+    """Such as postgresql+asyncpg://USER:PASSWORD@HOST:PORT/prefect; raises UserError if `postgres` is no PostgreSQL address."""
     parts = urlsplit(postgres)
     if not parts.scheme.startswith("postgres") or not parts.hostname:
         raise UserError(f"not the address of a PostgreSQL server: {postgres}", fix="postgresql://USER:PASSWORD@HOST:PORT")
@@ -101,11 +93,7 @@ def database_url(postgres: str, driver: str, database: str) -> str:
 
 
 def create_databases(postgres: str) -> None:
-    """Create the databases that do not exist yet.
-
-    Raises:
-        UserError: psycopg2 is not installed, or the server does not answer.
-    """
+    """Create the databases that do not exist yet; raises UserError where the server does not answer."""
     try:
         import psycopg2
     except ImportError as error:

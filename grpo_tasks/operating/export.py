@@ -46,10 +46,7 @@ class Link:
 
 
 def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
-    """Write the adapter to the new folder `into`, whole or not at all.
-
-    Returns:
-        What is there now, how much of what training changed it has, and how vLLM serves it.
+    """Write the adapter to the new folder `into`, whole or not at all; what is there now, and how vLLM serves it, as text.
 
     Raises:
         ModelError: there is no such version, a version was not trained by low-rank matrices alone, or `into` holds files.

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from grpo_tasks.kit.request_guard import App, SameOrigin, further_hosts
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.web.request_guard import App, SameOrigin, further_hosts
 from schemas.errors import TrainingError
 from schemas.metrics import describe
 

@@ -4,14 +4,21 @@
                            a second time, or after a kill: starts only what is not running
     Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
 
-FOLDER/.grpo/stack.json records what was started; the logs are next to it. Both servers use SQLite, or one PostgreSQL server.
+    supervise(stack)       ->  starts again what ends: in the process of `grpo ui`, for `grpo up` in another one, which is
+                               python -m grpo_tasks.operating.servers FOLDER; ends with SIGTERM, or with the stack
+
+FOLDER/.grpo/stack.json records what was started; the logs are next to it. Nobody watches the supervisor itself: `grpo up` starts
+it again with everything else that has ended. Both servers use SQLite, or one PostgreSQL server.
 """
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,19 +29,8 @@ import psutil
 
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.kit.lock import alone
-from grpo_tasks.operating.commands import (
-    HOST,
-    QUIET,
-    VARIABLE,
-    deploy_commands,
-    free_port,
-    mlflow_command,
-    mlflow_environment,
-    prefect_command,
-    prefect_environment,
-    worker_command,
-)
-from grpo_tasks.operating.form_check import WORKDIR
+from grpo_tasks.operating import commands
+from grpo_tasks.operating.commands import HOST, QUIET, VARIABLE, WORKDIR
 from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity, undisturbed
 from grpo_tasks.processes.serve import wait_until_up
 from schemas.errors import UserError
@@ -44,19 +40,11 @@ STOP_GRACE_S = 15.0
 FOLDER = ".grpo"
 STATE, ADDRESSES, LOCK, STARTING = "stack.json", "addresses.json", "stack.lock", "starting.json"
 PREFECT, MLFLOW, SUPERVISOR = "Prefect server", "MLflow server", "supervisor"
-
-
-@dataclass(frozen=True, slots=True)
-class StackProcess:
-    """A server or worker, as recorded in stack.json."""
-
-    name: str
-    pid: int
-    born: float
-
-    def process(self) -> psutil.Process | None:
-        """The process; None if it has ended."""
-        return ProcessIdentity(self.pid, self.born).process()
+POLL_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause after the first restart of a process, and the longest one; a process that ends sooner than the pause doubles it."""
+MOST_LOG_BYTES = 20 * 2**20
+"""Size of a log of a server or worker from which it is rotated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +63,13 @@ class Addresses:
 
 
 class Stack:
-    """The servers and workers of one folder."""
+    """The servers and workers of one folder. `report` gets a line of text for each thing that takes time."""
 
     def __init__(self, workdir: Path, *, report: Callable[[str], None] = lambda _: None) -> None:
-        """`report` gets a line of text for each thing that takes time."""
         self.workdir = workdir.resolve()
         self.folder = self.workdir / FOLDER
         self._report = report
-        self._processes: dict[str, StackProcess] = {}
+        self._processes: dict[str, ProcessIdentity] = {}
         self._spawned: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -96,12 +83,9 @@ class Stack:
         supervised: bool = True,
     ) -> Addresses:
         """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended,
-        and what an earlier start did not come to.
+        and what an earlier start did not come to; the addresses are then those of the running stack.
 
         `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`.
-
-        Returns:
-            The addresses; those of the running stack if there is one.
 
         Raises:
             UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
@@ -160,10 +144,7 @@ class Stack:
         if begins:
             (self.folder / STARTING).write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
         for name in missing:
-            if name in self._processes:
-                self._start_again(self._processes[name], at, postgres)
-            else:
-                self._spawn(name, at, postgres)
+            self._spawn(name, at, postgres)
         return at
 
     def _was_interrupted(self) -> bool:
@@ -191,8 +172,8 @@ class Stack:
                     stopped.append(name)
                     with suppress(psutil.NoSuchProcess):
                         _end(process, [*process.children(recursive=True), process])
-            for each in self._recorded().values():
-                _end_leftovers(each)
+            for name, each in self._recorded().items():
+                _end_leftovers(name, each)
             for spawned in self._spawned:
                 spawned.wait()
             for name in (STATE, STARTING):
@@ -216,7 +197,7 @@ class Stack:
             recorded = self._processes.get(name)
             if recorded is None or recorded.process():
                 return False
-            self._start_again(recorded, self.addresses(), postgres)
+            self._spawn(name, self.addresses(), postgres)
         return True
 
     def addresses(self) -> Addresses:
@@ -237,15 +218,10 @@ class Stack:
                 raise UserError(f"the {name} has ended", place=str(self._log(name)), fix="see its log")
 
     def _port_for(self, name: str, wanted: int) -> int:
-        port = free_port(wanted)
+        port = commands.free_port(wanted)
         if port != wanted:
             self._report(f"port {wanted} is in use by another program; the {name} uses {port}")
         return port
-
-    def _start_again(self, recorded: StackProcess, at: Addresses, postgres: str | None) -> None:
-        self._report(f"the {recorded.name} had ended; starting it again (log: {self._log(recorded.name)})")
-        _end_leftovers(recorded)
-        self._spawn(recorded.name, at, postgres)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -257,16 +233,20 @@ class Stack:
         own = {WORKDIR: str(self.workdir)}
         if name == PREFECT:
             port = int(at.prefect.rpartition(":")[2])
-            return prefect_command(port), prefect_environment(port, postgres) | own
+            return commands.prefect_command(port), commands.prefect_environment(port, postgres) | own
         if name == MLFLOW:
-            return mlflow_command(int(at.mlflow.rpartition(":")[2])), mlflow_environment(postgres)
+            return commands.mlflow_command(int(at.mlflow.rpartition(":")[2])), commands.mlflow_environment(postgres)
         if name == SUPERVISOR:
             # The address holds a password, and every user can read the arguments of a process.
-            return ["grpo_tasks.operating.supervision", str(self.workdir)], {VARIABLE: postgres} if postgres else {}
+            return ["grpo_tasks.operating.servers", str(self.workdir)], {VARIABLE: postgres} if postgres else {}
         worker = f"{socket.gethostname()}-{name.removeprefix('worker ')}"
-        return worker_command(worker), at.environment | own
+        return commands.worker_command(worker), at.environment | own
 
     def _spawn(self, name: str, at: Addresses, postgres: str | None) -> None:
+        """Start a process, again if it is recorded."""
+        if name in self._processes:
+            self._report(f"the {name} had ended; starting it again (log: {self._log(name)})")
+            _end_leftovers(name, self._processes[name])
         command, environment = self._command(name, at, postgres)
         # With PREFECT_API_URL, the client inside the Prefect server would talk to another server.
         inherited = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
@@ -282,15 +262,16 @@ class Stack:
                 start_new_session=True,
             )
             self._spawned.append(process)
-            self._processes[name] = StackProcess(name, process.pid, ProcessIdentity.of(process.pid).born)
+            self._processes[name] = ProcessIdentity.of(process.pid)
             # Replaced in one step: a kill must not leave half a record, or `grpo down` could not stop the rest.
             with replacing(self.folder / STATE) as unfinished:
-                unfinished.write_text(json.dumps([asdict(each) for each in self._processes.values()], indent=2), encoding="utf-8")
+                entries = [{"name": name} | asdict(each) for name, each in self._processes.items()]
+                unfinished.write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
     def _deploy(self, at: Addresses, deploy_file: Path) -> None:
         environment = os.environ | QUIET | at.environment | {WORKDIR: str(self.workdir)}
         self._report("creating the deployments")
-        for command in deploy_commands(deploy_file):
+        for command in commands.deploy_commands(deploy_file):
             done = subprocess.run(
                 [sys.executable, "-m", *command], env=environment, cwd=self.workdir, capture_output=True, text=True, check=False
             )
@@ -320,14 +301,14 @@ class Stack:
             return True
         return False
 
-    def _recorded(self) -> dict[str, StackProcess]:
+    def _recorded(self) -> dict[str, ProcessIdentity]:
         state = self.folder / STATE
         if not state.exists():
             return {}
         try:
-            found = [StackProcess(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))]
-            return {each.name: each for each in found}
-        except (ValueError, TypeError) as error:
+            found = json.loads(state.read_text(encoding="utf-8"))
+            return {fields.pop("name"): ProcessIdentity(**fields) for fields in found}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"the record of the running servers is damaged: {error}",
                 place=str(state),
@@ -338,9 +319,9 @@ class Stack:
         return self.folder / f"{name.lower().replace(' ', '-')}.log"
 
 
-def _end_leftovers(recorded: StackProcess) -> None:
+def _end_leftovers(name: str, recorded: ProcessIdentity) -> None:
     """Kill what a server that has ended left behind: its own processes would keep the port. Runs of a worker continue."""
-    if recorded.name not in (PREFECT, MLFLOW):
+    if name not in (PREFECT, MLFLOW):
         return
     with suppress(psutil.NoSuchProcess):
         if abs(psutil.Process(recorded.pid).create_time() - recorded.born) > TOLERANCE_S:
@@ -359,3 +340,65 @@ def _end(process: psutil.Process, family: list[psutil.Process]) -> None:
     for left in alive:
         left.kill()
     psutil.wait_procs(alive, timeout=5)
+
+
+class Restarts:
+    """When each process may be started again."""
+
+    def __init__(self) -> None:
+        self._pause_s: dict[str, float] = {}
+        self._started_at: dict[str, float] = {}
+
+    def due(self, name: str, now: float) -> bool:
+        """Whether the process may be started at `now` (seconds of a monotonic clock)."""
+        return name not in self._started_at or now - self._started_at[name] >= self._pause_s[name]
+
+    def started(self, name: str, now: float) -> None:
+        """Note a restart. The pause before the next one doubles, unless the process had run for the longest pause."""
+        steady = name not in self._started_at or now - self._started_at[name] > 2 * LONGEST_PAUSE_S
+        self._pause_s[name] = FIRST_PAUSE_S if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
+        self._started_at[name] = now
+
+
+def supervise(stack: Stack, postgres: str | None, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
+    """Start again whatever ends, until `stop_requested` or until `grpo down` has stopped the stack. A process that ends again at
+    once is started less and less often, up to once a minute: its log says why.
+    """
+    restarts = Restarts()
+    while not stop_requested() and (ended := stack.ended()) is not None:
+        rotate_logs(stack.folder)
+        for name in ended:
+            now = time.monotonic()
+            if restarts.due(name, now) and stack.restart(name, postgres):
+                restarts.started(name, now)
+        time.sleep(POLL_S)
+
+
+def rotate_logs(folder: Path, *, most_bytes: int = MOST_LOG_BYTES) -> list[Path]:
+    """Move what a log holds beyond `most_bytes` to NAME.log.1, which replaces an older one; returns the logs that were moved.
+
+    The processes keep their files open and append, so they go on at the start of the cut file. A few lines may be lost.
+    """
+    moved = []
+    for log in folder.glob("*.log"):
+        # A full disk is no reason to stop supervising.
+        with suppress(OSError):
+            if log.stat().st_size > most_bytes:
+                shutil.copyfile(log, log.with_suffix(".log.1"))
+                os.truncate(log, 0)
+                moved.append(log)
+    return moved
+
+
+def main(folder: Path) -> None:
+    """Supervise the stack of `folder`."""
+    signals: list[int] = []
+    # A flag instead of an exception: a process that was started but not recorded could not be stopped.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: signals.append(number))
+    stack = Stack(folder, report=lambda line: print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True))
+    supervise(stack, os.environ.get(VARIABLE), stop_requested=lambda: bool(signals))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

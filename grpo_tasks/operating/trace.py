@@ -1,4 +1,4 @@
-"""One row on its way through a run, read from the folders that the steps have left.
+"""One row on its way through a run, or the completions of one update, read from the folders that the steps have left.
 
 line of a file -> verdict -> prompt -> pass rate -> completions of each stage with their rewards -> samples of each evaluation
 """
@@ -49,15 +49,10 @@ class Trace:
 
 
 def trace_row(folder: Path, name: str) -> Trace:
-    """Follow a row through the last run of each step.
+    """Follow a row through the last run of each step, in the folder of a run (`resources.output_dir`/`name`).
 
-    Args:
-        folder: where the steps of the run left their folders, `resources.output_dir`/`name`.
-        name: a prompt_id, or a place such as data.csv:17 or `data.json, record 17`, with the file as the config spells it.
-
-    Raises:
-        UserError: there is no run in the folder, or no row has that name.
-        DamagedError: a table of the run cannot be read.
+    `name` is a prompt_id, or a place such as data.csv:17 or `data.json, record 17`, with the file as the config spells it. Raises
+    UserError where there is no such run or row, DamagedError where a table of the run cannot be read.
     """
     validated = _newest(folder / "validate_data").get("all")
     if validated is None:
@@ -76,14 +71,16 @@ def trace_row(folder: Path, name: str) -> Trace:
 
 def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
     same_prompt = pl.col("prompt_id") == row["prompt_id"][0]
-    stages = {
-        name: turn_by_turn(_read_all(sorted(made.glob("completions/*.parquet")), same_prompt))
-        for name, made in _newest(folder / "train_stage").items()
-    }
-    evaluations = {
-        name: turn_by_turn(read_table(made / "samples.parquet").filter(same_prompt))
-        for name, made in _newest(folder / "evaluate_model").items()
-    }
+    stages, completions, left_out = _newest(folder / "train_stage"), {}, {}
+    for name, made in stages.items():
+        tables = [read_table(table).filter(same_prompt) for table in sorted(made.glob("completions/*.parquet"))]
+        completions[name] = turn_by_turn(pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame())
+        if (table := StageDir(made).left_out).exists() and not (rows := read_table(table).filter(same_prompt)).is_empty():
+            left_out[name] = rows["reason"][0]
+    others = [made for step in sorted(folder.iterdir()) if step.name not in KNOWN_STEPS for made in _newest(step).values()]
+    paths = [path for made in others for path in sorted(made.glob("*.parquet"))]
+    tables_of_others = {f"{path.parent.parent.name}/{path.name}": read_table(path) for path in paths}
+    found = {name: table.filter(same_prompt) for name, table in tables_of_others.items() if "prompt_id" in table.columns}
     return Trace(
         split,
         row["source"][0],
@@ -93,29 +90,13 @@ def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
             name: read_table(made / "pass_rates.parquet").filter(same_prompt)
             for name, made in _newest(folder / "measure_difficulty").items()
         },
-        left_out=_left_out(folder, same_prompt),
-        completions=stages,
-        samples=evaluations,
-        further=_further(folder, same_prompt),
-    )
-
-
-def _further(folder: Path, condition: pl.Expr) -> dict[str, pl.DataFrame]:
-    others = [made for step in sorted(folder.iterdir()) if step.name not in KNOWN_STEPS for made in _newest(step).values()]
-    tables = {f"{made.parent.name}/{path.name}": read_table(path) for made in others for path in sorted(made.glob("*.parquet"))}
-    found = {name: table.filter(condition) for name, table in tables.items() if "prompt_id" in table.columns}
-    return {name: rows for name, rows in found.items() if not rows.is_empty()}
-
-
-def _left_out(folder: Path, condition: pl.Expr) -> dict[str, str]:
-    tables = {name: StageDir(made).left_out for name, made in _newest(folder / "train_stage").items()}
-    found = {name: read_table(table).filter(condition) for name, table in tables.items() if table.exists()}
-    return {name: rows["reason"][0] for name, rows in found.items() if not rows.is_empty()}
-
-
-def _read_all(tables: list[Path], condition: pl.Expr) -> pl.DataFrame:
-    return (
-        pl.concat([read_table(table).filter(condition) for table in tables], how="diagonal_relaxed") if tables else pl.DataFrame()
+        left_out=left_out,
+        completions=completions,
+        samples={
+            name: turn_by_turn(read_table(made / "samples.parquet").filter(same_prompt))
+            for name, made in _newest(folder / "evaluate_model").items()
+        },
+        further={name: rows for name, rows in found.items() if not rows.is_empty()},
     )
 
 
@@ -123,3 +104,36 @@ def _newest(step: Path) -> dict[str, Path]:
     """The last finished folder of each label of a step, in the order in which they were finished."""
     results = sorted(step.glob(f"*/{RESULT}"), key=lambda result: result.stat().st_mtime_ns)
     return {result.parent.name.rpartition("-")[0]: result.parent for result in results}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCompletions:
+    """The completions of one update of a stage."""
+
+    stage: str
+    step: int
+    steps: list[int]
+    """Updates whose completions were kept."""
+    table: pl.DataFrame
+
+
+def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
+    """By default those of the stage that was trained last, finished or not, and of the last update that was kept.
+
+    Raises UserError where there is no such stage or update, or the table is damaged.
+    """
+    newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
+    by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}
+    if not by_stage:
+        raise UserError("no completions there", place=str(folder), fix="grpo run CONFIG comes first")
+    name = stage or list(by_stage)[-1]
+    if name not in by_stage:
+        raise UserError(f"no stage {name} was trained there", place=str(folder), fix=f"--stage {' or '.join(by_stage)}")
+    tables = {int(path.stem.removeprefix("step-")): path for path in sorted(by_stage[name].glob("step-*.parquet"))}
+    if not tables:
+        raise UserError(f"stage {name} has kept no completions yet", place=str(by_stage[name]), fix="wait for its first update")
+    wanted = max(tables) if step is None else step
+    if wanted not in tables:
+        kept = ", ".join(map(str, tables))
+        raise UserError(f"the completions of update {wanted} were not kept", place=str(by_stage[name]), fix=f"--step {kept}")
+    return UpdateCompletions(name, wanted, list(tables), read_table(tables[wanted]))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import text_ids, turn_end
+from grpo_tasks.content.tokenizer import text_ids, turn_end
 from schemas.errors import ModelError
 from schemas.prompts import PLAIN
 

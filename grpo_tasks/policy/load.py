@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_tasks.content.precision import rounds
+from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.adapter_targets import add_adapter
 from grpo_tasks.policy.chat import end_token_ids

@@ -18,7 +18,7 @@ from peft.config import PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_tasks.content.precision import saved_dtype
+from grpo_tasks.content.model_files import saved_dtype
 from grpo_tasks.policy.change import KEPT, Distance, complete, distance, kept, record
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_errors, load_policy, load_tokenizer, order_modules

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import generation_eos
+from grpo_tasks.content.model_files import generation_eos
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, loading_dtype, pick_device, save_plain
 from grpo_tasks.rollout.conversations.play import Player, Start

@@ -32,7 +32,7 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first, the first request for log-probabilities takes several seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests crashes vLLM's CPU engine."""
-GUARD = Path(__file__).resolve().parents[1] / "web"
+GUARD = Path(__file__).resolve().parents[1] / "kit"
 """Folder of the middlewares that refuse requests from web pages and, on a network, those without the key. vLLM asks for its key
 on some paths only."""
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from grpo_tasks.content.manifest import find_changes, take_manifest
+from grpo_tasks.content.hashes import find_changes, take_manifest
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact

@@ -18,7 +18,7 @@ from schemas.results.model import StageResult
 ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 """Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
 
-CLUSTER = "grpo_tasks.cluster"
+CLUSTER = "grpo_tasks.cluster.stage"
 """Package that runs one of these on the nodes of a cluster."""
 
 

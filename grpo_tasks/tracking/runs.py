@@ -21,7 +21,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Run
 
-from grpo_tasks.content.manifest import outputs_sha256
+from grpo_tasks.content.hashes import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
 from grpo_tasks.tracking.database import sqlite_file

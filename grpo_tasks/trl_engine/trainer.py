@@ -17,7 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from grpo_tasks.content.chat import text_ids
+from grpo_tasks.content.tokenizer import text_ids
 from grpo_tasks.data.table import pass_rate_columns, read_prompts
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.folded_adapter import causal_model

@@ -24,7 +24,7 @@ TRAINING = {"max_steps": UPDATES, "save_steps": 2, "learning_rate": 3e-3}
 
 
 def command(directory):
-    return [sys.executable, "-P", "-m", "grpo_tasks.cluster", str(directory.root)]
+    return [sys.executable, "-P", "-m", "grpo_tasks.cluster.stage", str(directory.root)]
 
 
 def ranks():

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_tasks.cluster import jobs, placement
-from grpo_tasks.cluster.connect import cluster_address
+from grpo_tasks.cluster.connect import Versions, cluster_address, own_versions, require_equal
+from grpo_tasks.cluster.jobs import Job, JobNode, interfaces
 from grpo_tasks.cluster.mirror import Inbox, Mirrored, Outbox
-from grpo_tasks.cluster.node import Job, JobNode, interfaces
 from grpo_tasks.cluster.parcel import NodeFiles
 from grpo_tasks.cluster.stage import MIRRORED, rank_environments, spec_at, stage_files, store
-from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.kit.files import unfinished_path
 from grpo_tasks.stage.checkpoint import MANIFEST

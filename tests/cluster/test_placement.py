@@ -112,7 +112,7 @@ def without_servers(stages, nodes, name):
     return stages.write(name, resources={"cluster": cluster}, max_steps=4)
 
 
-def started(directory, code="from grpo_tasks.cluster.__main__ import main"):
+def started(directory, code="from grpo_tasks.cluster.stage import main"):
     """The driver of a stage."""
     call = f"{code}\nimport sys\nfrom grpo_tasks.processes.child import run_child\nrun_child(main)"
     with directory.log.open("ab") as log:
@@ -145,7 +145,7 @@ def test_a_stage_that_the_cluster_can_never_hold_is_refused(nodes, stages):
     for _ in range(2):
         add(nodes, 2)
     directory = with_servers(stages, nodes, "large", processes_per_node=2, replacement_wait_s=5.0)
-    short = "from grpo_tasks.cluster import placement\nplacement.JOIN_S = 5.0\nfrom grpo_tasks.cluster.__main__ import main"
+    short = "from grpo_tasks.cluster import placement\nplacement.JOIN_S = 5.0\nfrom grpo_tasks.cluster.stage import main"
     driver = started(directory, short)
     try:
         assert driver.wait(timeout=300) != 0

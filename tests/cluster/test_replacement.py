@@ -56,8 +56,8 @@ class Driver:
         self.servers.keep(number)
 
     def taken(self):
-        """What `tend` reports now, and the addresses that it announces."""
-        announced = self.servers.tend()
+        """What `check` reports now, and the addresses that it announces."""
+        announced = self.servers.check()
         return [address.url for address in announced]
 
 
@@ -73,7 +73,7 @@ def test_a_server_that_cannot_restart_is_left_out(driver):
     with pytest.raises(ClusterError, match="no rollout server is left"):
         one.taken()
     first, second, *later = [at - one.begun[0] for at in one.begun]
-    assert 9.0 <= second - first <= 9.0 + room.TEND_S, "it is started again at once"
+    assert 9.0 <= second - first <= 9.0 + room.CHECK_S, "it is started again at once"
     pauses = [after - before for before, after in zip([second, *later], later, strict=False)]
     assert pauses == [10.0, 20.0, 40.0], "four attempts after the loss"
     # The loss, the new reason once, and the end.

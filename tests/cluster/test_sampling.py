@@ -8,7 +8,7 @@ import polars as pl
 import psutil
 import pytest
 
-from grpo_tasks.cluster.node import Job, JobNode
+from grpo_tasks.cluster.jobs import Job, JobNode
 from grpo_tasks.cluster.parcel import BASE
 from grpo_tasks.cluster.sampling import MIRRORED, joined, sample_files, shards, spec_at
 from grpo_tasks.processes.child import SPEC

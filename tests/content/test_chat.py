@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_tasks.content.chat import surroundings, text_ids, turn_end
+from grpo_tasks.content.tokenizer import surroundings, text_ids, turn_end
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.grpo.demonstrations import encode_turns
 from grpo_tasks.policy.chat import end_token_ids, prompt_ids

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from grpo_tasks.content.copies import copies_in, keep_modules
-from grpo_tasks.content.modules import modules_sha256, own_modules, own_sources
+from grpo_tasks.content.modules import copies_in, keep_modules, modules_sha256, own_modules, own_sources
 
 MODULE = "from helper import value\nfrom pack.inner import other\nimport space.deep as deep\nHERE = __file__\n"
 

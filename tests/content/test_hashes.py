@@ -7,8 +7,7 @@ import os
 import pytest
 
 from grpo_tasks.content import hashes
-from grpo_tasks.content.hashes import digest_of, file_sha256, folder_sha256
-from grpo_tasks.content.manifest import find_changes, take_manifest
+from grpo_tasks.content.hashes import digest_of, file_sha256, find_changes, folder_sha256, take_manifest
 from grpo_tasks.running.key import model_contents
 from grpo_tasks.tracking.models import manifest_of
 from schemas.errors import DamagedError

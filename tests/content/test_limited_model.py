@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from flows import preflight
 from grpo_tasks.content import limited_model as room
-from grpo_tasks.content.chat import RefusedError, rendered_all
 from grpo_tasks.content.limited_model import check_model_files, limited_model, limited_templates
+from grpo_tasks.content.tokenizer import RefusedError, rendered_all
 from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.rollout.conversations.play import TurnTokens
 from grpo_tasks.rollout.conversations.player import player

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_tasks.content.manifest import Change, find_changes, outputs_sha256, take_manifest
+from grpo_tasks.content.hashes import Change, find_changes, outputs_sha256, take_manifest
 
 
 @pytest.fixture

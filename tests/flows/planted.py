@@ -15,8 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.content.manifest import find_changes
+from grpo_tasks.content.hashes import find_changes, folder_sha256
 from schemas.results.base import OutputFile
 from tests.flows.place import SMALL, Place, prefect_server
 

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from flows.model_names import DATE, with_fixed_date, with_local_model
-from grpo_tasks.content.chat import asks_for_date
+from grpo_tasks.content.model_files import asks_for_date
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.key import content_key

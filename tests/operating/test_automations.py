@@ -175,7 +175,7 @@ def test_a_suspended_run_stays_suspended_also_where_prefect_loses_its_own_event(
 
 def apply(folder):
     """What `grpo up` calls."""
-    command = [sys.executable, "-m", "grpo_tasks.operating.deploying.apply", str(FILE)]
+    command = [sys.executable, "-m", "grpo_tasks.operating.deployments", str(FILE)]
     environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "GRPO_WORKDIR": str(folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -8,7 +8,7 @@ import uuid
 import pytest
 import yaml
 
-from grpo_tasks.operating.form_check import FormCheck, parameter_faults
+from grpo_tasks.operating.guarded_servers import FormCheck, parameter_faults
 from tests.flows.place import SMALL
 
 PATH = f"/api/deployments/{uuid.uuid4()}/create_flow_run"

@@ -14,8 +14,18 @@ import psutil
 import pytest
 
 from grpo_tasks.operating import servers
-from grpo_tasks.operating.servers import MLFLOW, PREFECT, Addresses, Stack, StackProcess, _end_leftovers
-from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, rotate_logs, supervise
+from grpo_tasks.operating.servers import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MLFLOW,
+    PREFECT,
+    Addresses,
+    Restarts,
+    Stack,
+    _end_leftovers,
+    rotate_logs,
+    supervise,
+)
 from grpo_tasks.processes.lifetime import ProcessIdentity
 from schemas.errors import UserError
 
@@ -27,14 +37,15 @@ def stack(tmp_path):
     (tmp_path / ".grpo" / "addresses.json").write_text(
         json.dumps({"prefect": "http://127.0.0.1:9", "mlflow": "http://127.0.0.1:9"})
     )
-    record(tmp_path, StackProcess("worker 1", 2**22 - 1, 1.0))
+    record(tmp_path, worker_1=ProcessIdentity(2**22 - 1, 1.0))
     stack = Stack(tmp_path)
     yield stack
     stack.stop()
 
 
-def record(folder, *processes):
-    entries = [{"name": each.name, "pid": each.pid, "born": each.born} for each in processes]
+def record(folder, **processes):
+    """Processes in stack.json, by their names with underscores."""
+    entries = [{"name": name.replace("_", " "), "pid": each.pid, "born": each.born} for name, each in processes.items()]
     (folder / ".grpo" / "stack.json").write_text(json.dumps(entries))
 
 
@@ -51,7 +62,7 @@ def wait_until(condition):
 
 
 def test_a_killed_background_process_restarts_until_the_stack_stops(stack, tmp_path):
-    supervisor = subprocess.Popen([sys.executable, "-m", "grpo_tasks.operating.supervision", str(tmp_path)])
+    supervisor = subprocess.Popen([sys.executable, "-m", "grpo_tasks.operating.servers", str(tmp_path)])
     try:
         wait_until(stack.running)
         first = recorded_pid(tmp_path)
@@ -88,8 +99,7 @@ def test_a_stopped_stack_gets_nothing_started_again(stack):
 
 
 def test_a_process_that_runs_is_not_started_a_second_time(stack, tmp_path):
-    me = ProcessIdentity.of()
-    record(tmp_path, StackProcess("worker 1", me.pid, me.born))
+    record(tmp_path, worker_1=ProcessIdentity.of())
     assert stack.ended() == []
     assert stack.restart("worker 1", None) is False
     record(tmp_path)
@@ -109,7 +119,7 @@ def test_another_folders_server_on_the_port_is_not_ours(tmp_path, monkeypatch):
     ours = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(servers, "START_LIMIT_S", 2.0)
     (tmp_path / ".grpo").mkdir()
-    record(tmp_path, StackProcess(PREFECT, ours.pid, ProcessIdentity.of(ours.pid).born))
+    record(tmp_path, Prefect_server=ProcessIdentity.of(ours.pid))
     stack = Stack(tmp_path)
     with pytest.raises(UserError, match="the Prefect server did not answer"):
         stack._wait_for(f"http://127.0.0.1:{other.server_port}/api/health", PREFECT)
@@ -139,10 +149,10 @@ def test_a_killed_servers_remains_end_and_a_workers_continue(tmp_path):
     for name, stays in ((MLFLOW, False), ("worker 1", True)):
         leader = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
         child = psutil.Process(int(leader.stdout.readline()))
-        server = StackProcess(name, leader.pid, ProcessIdentity.of(leader.pid).born)
+        server = ProcessIdentity.of(leader.pid)
         leader.kill()
         leader.wait()
-        _end_leftovers(server)
+        _end_leftovers(name, server)
         if stays:
             assert child.is_running()
             child.kill()
@@ -243,7 +253,7 @@ def test_a_start_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeypa
     monkeypatch.setattr(Stack, "_deploy", lambda *_: deployed.append("deployments"))
     prefect = subprocess.Popen(["sleep", "60"])
     (tmp_path / ".grpo").mkdir()
-    record(tmp_path, StackProcess(PREFECT, prefect.pid, ProcessIdentity.of(prefect.pid).born))
+    record(tmp_path, Prefect_server=ProcessIdentity.of(prefect.pid))
     at = {"prefect": "http://127.0.0.1:40001", "mlflow": "http://127.0.0.1:40101"}
     (tmp_path / ".grpo" / "addresses.json").write_text(json.dumps(at))
     (tmp_path / ".grpo" / "starting.json").write_text(json.dumps({"pid": 2**22 - 1, "born": 1.0}))

@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_tasks.content.precision import saved_dtype
+from grpo_tasks.content.model_files import saved_dtype
 from grpo_tasks.policy.load import load_tokenizer, save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.policy.stacked_adapter import prove_stack, stack_adapters, vllm_rank

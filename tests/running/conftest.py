@@ -8,7 +8,7 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from grpo_tasks.operating.servers import prefect_command, prefect_environment
+from grpo_tasks.operating.commands import prefect_command, prefect_environment
 from tests.flows.place import ask
 from tests.ports import free_ports
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from prefect.logging import disable_run_logger
 
-from grpo_tasks.content.manifest import take_manifest
+from grpo_tasks.content.hashes import take_manifest
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.step import clear, finished_result, require_unchanged
 from schemas.errors import DamagedError

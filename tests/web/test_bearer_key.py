@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from grpo_tasks.kit.request_guard import BearerKey
 from grpo_tasks.rollout.vllm_server import GUARD
-from grpo_tasks.web.request_guard import BearerKey
 
 RIGHT = (b"authorization", b"Bearer planted")
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import PLACEHOLDER, RefusedError, rendered, turn_end
-from grpo_tasks.content.tokenizer import special_tokens
+from grpo_tasks.content.tokenizer import PLACEHOLDER, RefusedError, rendered, special_tokens, turn_end
 from grpo_tasks.environments.calls import END_MARKS
 from grpo_tasks.environments.contract import Environments, Observation, Opening
 from grpo_tasks.policy.chat import completion_text

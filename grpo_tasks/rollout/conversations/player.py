@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import QUESTION, RefusedError, rendered
 from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.content.tokenizer import QUESTION, RefusedError, rendered
 from grpo_tasks.environments.contract import with_tools
 from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.policy.load import load_tokenizer

@@ -96,7 +96,7 @@ class _Answers:
         raise _refused('a request has `messages`, a list of {"role": ..., "content": ...}, or `prompt`, a text')
 
     def _text_ids(self, text: str) -> list[int]:
-        """As content/chat.py text_ids, which this file cannot import: BOS once, and nothing behind the text."""
+        """As content/tokenizer.py text_ids, which this file cannot import: BOS once, and nothing behind the text."""
         bare, ids = (list(self._tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
         before = ids[: next(at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)]
         tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.web.request_guard import SameOrigin
+from grpo_tasks.kit.request_guard import SameOrigin
 
 HERE = "127.0.0.1:4200"
 LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}

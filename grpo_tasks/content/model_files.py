@@ -1,4 +1,4 @@
-"""Identifies a model of the Hugging Face hub by content: the commit behind its revision, and a check of its cached files.
+"""What the files of a model say without loading it: the commit of a hub model, precision, end tokens, a template with a date.
 
 A commit is a hash over its files. A branch such as `main` moves, so the hub is asked for its current commit; without a network
 the commit that was fetched last counts. Only `hub_snapshot` downloads. The cache names each file after its own hash (SHA-256 for
@@ -6,14 +6,20 @@ large files, git's SHA-1 for small ones), so a damaged file is found before it i
 """
 
 import hashlib
+import json
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from grpo_tasks.content.hashes import file_sha256, files_below
+from schemas.config.rollout import TEMPLATE_DATE
 from schemas.errors import DamagedError, ModelError
 
 REPLY_TIMEOUT_S = 10.0
+BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+"""Bits of significand of each precision."""
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 
@@ -21,8 +27,7 @@ _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 def hub_commit(repository: str, revision: str | None) -> str:
     """The commit behind a revision of a hub model; empty when neither hub nor cache knows it (loading the model explains why).
 
-    Raises:
-        DamagedError: a cached file of the model differs from what was downloaded.
+    Raises DamagedError where a cached file of the model differs from what was downloaded.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -48,11 +53,7 @@ def hub_commit(repository: str, revision: str | None) -> str:
 
 
 def hub_snapshot(repository: str) -> Path:
-    """The folder in the hub's cache with all files of a model; what is missing is downloaded.
-
-    Raises:
-        ModelError: there is no such model, or the hub cannot be reached and the cache does not have it.
-    """
+    """The folder in the hub's cache with all files of a model. Downloads what is missing; raises ModelError where that fails."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -78,3 +79,50 @@ def _commit(repository: str, revision: str, folder: Path) -> str:
             pass
     known = folder / "refs" / revision
     return known.read_text(encoding="utf-8").strip() if known.is_file() else ""
+
+
+def saved_dtype(folder: Path) -> str | None:
+    """The precision that the folder's config.json names, if any."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
+    return found if found in BITS else None
+
+
+def rounds(dtype: str, folder: Path) -> str | None:
+    """The precision of the folder if its weights would be rounded when they are loaded in `dtype`; else None."""
+    saved = saved_dtype(folder)
+    return saved if saved is not None and BITS[saved] > BITS[dtype] else None
+
+
+def generation_eos(path: str, revision: str | None) -> int | list[int] | None:
+    """End tokens of the generation config; without one, those of config.json, as transformers takes them."""
+    for name in ("generation_config.json", "config.json"):
+        file = _file_of(path, name, revision)
+        if file is not None:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            found: int | list[int] | None = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            return found
+    return None
+
+
+def asks_for_date(path: str, revision: str | None) -> bool:
+    """Whether a chat template of the model writes the day on which it is rendered."""
+    folder, files = Path(path), list[Path | None]()
+    if folder.is_dir():
+        files = [*(folder / name for name in _TEMPLATE_FILES), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+    else:
+        # What is wrong with a model says who loads it.
+        with suppress(OSError):
+            files = [_file_of(path, name, revision) for name in _TEMPLATE_FILES]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file is not None and file.is_file()]
+    return any(TEMPLATE_DATE in text for text in texts)
+
+
+def _file_of(path: str, name: str, revision: str | None) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)

@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.operating.deploying.apply FILE`: the work pool and all deployments of a prefect.yaml.
+"""`python -m grpo_tasks.operating.deployments FILE`: the work pool and all deployments of a prefect.yaml.
 
 `prefect deploy --all` makes every deployment what the file says. What users change in the Prefect UI goes into a copy of the file
 first: schedules, paused or not, parameters (except `config`, whose preset may be newer), triggers switched on or off, the pool.
@@ -23,29 +23,26 @@ PRESET = "config"
 """The parameter that holds a whole preset."""
 
 
-def as_users_left_them(tree: Mapping[str, Any], client: SyncPrefectClient) -> dict[str, Any]:
+def keep_user_changes(tree: Mapping[str, Any], client: SyncPrefectClient) -> dict[str, Any]:
     """The content of a prefect.yaml with what users have changed on the server."""
     entries = []
     for entry in tree["deployments"]:
         named = DeploymentFilter(name=DeploymentFilterName(any_=[entry["name"]]))
         # Somebody else's deployment may have the same name.
         found = [each for each in client.read_deployments(deployment_filter=named) if TAG in each.tags]
-        entries.append(_merged(entry, found[0], _switches(client, found[0])) if found else entry)
+        entries.append(_merged(entry, found[0], client) if found else entry)
     return {**tree, "deployments": entries}
 
 
-def _switches(client: SyncPrefectClient, deployment: DeploymentResponse) -> dict[str, bool]:
-    """By the name of each trigger of a deployment: whether it is switched on."""
-    return {each.name: each.enabled for each in client.read_resource_related_automations(f"prefect.deployment.{deployment.id}")}
-
-
-def _merged(entry: Mapping[str, Any], found: DeploymentResponse, switches: Mapping[str, bool]) -> dict[str, Any]:
+def _merged(entry: Mapping[str, Any], found: DeploymentResponse, client: SyncPrefectClient) -> dict[str, Any]:
     # Without schedules in the file, Prefect leaves those of the deployment as they are.
     kept = {name: value for name, value in entry.items() if name != "schedules"}
     # Only parameters that the file knows: a release may have dropped others.
     given = {name: found.parameters.get(name, value) if name != PRESET else value for name, value in entry["parameters"].items()}
     kept |= {"paused": found.paused, "parameters": given}
     if "triggers" in kept:
+        triggers = client.read_resource_related_automations(f"prefect.deployment.{found.id}")
+        switches = {each.name: each.enabled for each in triggers}
         kept["triggers"] = [each | {"enabled": switches.get(each["name"], each["enabled"])} for each in kept["triggers"]]
     return kept
 
@@ -63,7 +60,7 @@ def main(file: Path) -> int:
             if failed := _prefect("work-pool", "create", POOL, "--type", "process"):
                 return failed
         merged = Path(folder) / "prefect.yaml"
-        tree = as_users_left_them(yaml.safe_load(file.read_text(encoding="utf-8")), client)
+        tree = keep_user_changes(yaml.safe_load(file.read_text(encoding="utf-8")), client)
         merged.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
         return _prefect("deploy", "--prefect-file", str(merged), "--all")
 

@@ -1,4 +1,5 @@
-"""`grpo weights-server`: takes the policy over HTTP for a vLLM server that does not see the trainer's files.
+"""`grpo weights-server`: takes the policy over HTTP for a vLLM server that does not see the trainer's files. A cluster starts it
+on each node with a rollout server, as `python -m grpo_tasks.content.weights_server FOLDER HOST PORT`.
 
     PUT     /weights/NAME/FILE    one file; its SHA-256 is in the header X-SHA256
     POST    /weights/NAME         {"files": {FILE: SHA-256}}: all files are there, so the folder gets its name -> {"path": ...}
@@ -25,8 +26,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.kit.request_guard import LOOPBACK, App, BearerKey, SameOrigin
 from grpo_tasks.processes.lifetime import die_with_parent
-from grpo_tasks.web.request_guard import LOOPBACK, App, BearerKey, SameOrigin
 from schemas.errors import UserError
 
 DAMAGED, FULL = 500, 507
@@ -40,9 +41,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
-    """Serve until Ctrl-C; `key` is what requests must carry as a bearer token.
-
-    The vLLM server must see `folder` under the same path.
+    """Serve until Ctrl-C, in a folder that the vLLM server sees under the same path; requests carry `key` as a bearer token.
 
     Raises:
         UserError: other machines could write here without a key.
@@ -59,7 +58,7 @@ def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
 
 
 def weights_app(folder: Path, key: str | None) -> App:
-    """The application; see `serve_weights`."""
+    """The application of `serve_weights`."""
     store = _Store(folder)
     routes = [
         Route("/weights", _checked(store.names), methods=["GET"]),
@@ -72,16 +71,7 @@ def weights_app(folder: Path, key: str | None) -> App:
     return SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
 
 
-def main() -> None:
-    """Serve for the process that started this one."""
-    die_with_parent()
-    folder, host, port = sys.argv[1:]
-    serve_weights(Path(folder), host, int(port), os.environ.get("VLLM_API_KEY") or None)
-
-
 class _Store:
-    """The folder with the weights."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +112,9 @@ class _Store:
             different = sorted(file for file in {*wanted, *found} if wanted.get(file) != found.get(file))
             return _refusal(DAMAGED, f"{name} is not complete: {', '.join(different)}")
         if there is part:
-            self._delete_old()
+            for entry in self._folder.iterdir():
+                if entry.is_dir() and time.time() - entry.stat().st_mtime > KEEP_S:
+                    shutil.rmtree(entry, ignore_errors=True)
             part.replace(folder)
         else:
             shutil.rmtree(part, ignore_errors=True)
@@ -135,11 +127,6 @@ class _Store:
 
     def _arriving(self, name: str) -> Path:
         return self._folder / f".{name}"
-
-    def _delete_old(self) -> None:
-        for entry in self._folder.iterdir():
-            if entry.is_dir() and time.time() - entry.stat().st_mtime > KEEP_S:
-                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _checked(handler: Handler) -> Handler:
@@ -164,4 +151,5 @@ def _refusal(status: int, reason: str) -> Response:
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent()
+    serve_weights(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), os.environ.get("VLLM_API_KEY") or None)

@@ -3,18 +3,16 @@
     SameOrigin(app)   ->  app answers its own pages and programs; a request that another page caused gets 403
     BearerKey(app)    ->  app answers /health to everybody, and all else to who sends `Authorization: Bearer KEY`; 401
 
-A browser sends whatever any page asks it to send, even to 127.0.0.1, and it sends "simple" POSTs without asking the server
-first. CORS headers only decide whether the page may read the answer. So the server checks what the browser says about a request:
+A browser sends what any page asks it to send, "simple" POSTs without asking the server first. CORS headers only decide whether
+the page may read the answer. So the server checks what the browser says about a request:
 
     Host             the name that the address bar or the script used; a foreign name means DNS rebinding
     Origin           the page that sent the request
     Sec-Fetch-Site   if there is no Origin: whether that page belongs to the same site
 
-Programs (command line, workers, flows) send neither Origin nor Sec-Fetch-Site.
-
-This is not authentication: every program on this machine is accepted. vLLM itself asks for its key on some paths only, and the
-paths that load weights are not among them. Only the standard library is used, so that a server in another environment can load
-this file.
+Programs send neither Origin nor Sec-Fetch-Site. This is no authentication: every program on this machine is accepted. vLLM itself
+asks for its key on some paths only, and those that load weights are not among them. Standard library only: vLLM loads this file
+in an environment of its own.
 """
 
 import base64
@@ -42,10 +40,11 @@ _ADDRESS = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(?::([0-9]+))?")
 
 
 class SameOrigin:
-    """ASGI middleware that refuses HTTP requests and websockets from other pages, or to a host name that is not the server's."""
+    """ASGI middleware: 403 for requests and websockets from other pages, or to a host name other than the loopback names and
+    `hosts` (default: GRPO_ALLOWED_HOSTS).
+    """
 
     def __init__(self, app: App, hosts: Iterable[str] | None = None) -> None:
-        """Wrap `app`. It answers to the loopback names and to `hosts` (default: GRPO_ALLOWED_HOSTS)."""
         self.app = app
         self.hosts = {*LOOPBACK, *(further_hosts() if hosts is None else hosts)}
 
@@ -65,31 +64,24 @@ class SameOrigin:
         if more or not self._is_ours(host):
             return f"This server does not answer to that host name; to allow it: {ALLOWED_HOSTS}=NAME"
         origins = headers.get("origin", [])
-        if not all(self._is_own_page(origin, host) for origin in origins):
-            return "Other web pages cannot use this server"
-        if (
-            not origins
-            and headers.get("sec-fetch-site", ["none"])[0] in ("cross-site", "same-site")
-            and not _link(scope, headers)
-        ):
-            return "Other web pages cannot use this server"
-        return None
+        if origins:
+            # A page opened as localhost:4200 may call 127.0.0.1:4200. But another port is another server.
+            pages = [origin.partition("://")[2].lower() for origin in origins]
+            foreign = not all(self._is_ours(page) and _port(page) == _port(host) for page in pages)
+        else:
+            elsewhere = headers.get("sec-fetch-site", ["none"])[0] in ("cross-site", "same-site")
+            foreign = elsewhere and not _follows_link(scope, headers)
+        return "Other web pages cannot use this server" if foreign else None
 
     def _is_ours(self, address: str) -> bool:
         found = _ADDRESS.fullmatch(address.lower())
         return found is not None and (found[0] in self.hosts or found[1] in self.hosts)
 
-    def _is_own_page(self, origin: str, host: str) -> bool:
-        # A page opened as localhost:4200 may call 127.0.0.1:4200. But another port is another server.
-        page = origin.partition("://")[2].lower()
-        return self._is_ours(page) and _port(page) == _port(host)
-
 
 class BearerKey:
-    """ASGI middleware that answers 401 to requests without the key. Where no key is set it refuses all of them."""
+    """ASGI middleware: 401 for requests without `key` (default: VLLM_API_KEY). Where no key is set it refuses all of them."""
 
     def __init__(self, app: App, key: str | None = None) -> None:
-        """Wrap `app`; without `key` the one of VLLM_API_KEY is asked for."""
         key = os.environ.get(KEY, "") if key is None else key
         self.app, self._wanted = app, f"Bearer {key}".encode() if key else None
 
@@ -134,7 +126,7 @@ def _port(address: str) -> str:
     return (found[2] or "") if found else ""
 
 
-def _link(scope: Mapping[str, Any], headers: Mapping[str, list[str]]) -> bool:
+def _follows_link(scope: Mapping[str, Any], headers: Mapping[str, list[str]]) -> bool:
     """Whether a person followed a link to a page of the server. The page with the link cannot read what the server answers."""
     opened = headers.get("sec-fetch-mode") == ["navigate"] and headers.get("sec-fetch-dest") == ["document"]
     return opened and scope.get("method") in ("GET", "HEAD")
