@@ -8,10 +8,10 @@ A run without a deployment cannot be started again by a worker. It ends with the
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 from prefect import suspend_flow_run
@@ -32,7 +32,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import DamagedError, ModelError, TrackingError
 from schemas.hints import without_gone
 from schemas.results.base import Result
-from schemas.results.publication import Approval, Publication, Trained
+from schemas.results.publication import Approval, PipelineResult, Publication, Trained
 from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
@@ -40,6 +40,7 @@ REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 _ASKED = "grpo-asked"
 """Key under which Prefect keeps the name of the file with what a suspended run continues with."""
 _SIGNS, _BETWEEN_SIGNS_S = 5, 0.5
+Made = TypeVar("Made", Publication, PipelineResult)
 
 
 class Verdict(RunInput):
@@ -86,11 +87,7 @@ class SuspendedRun(Result):
 
 
 def what_was_asked() -> SuspendedRun | None:
-    """What this run was suspended with; None when it never was.
-
-    Raises:
-        DamagedError: the file is not the one that a person was asked about.
-    """
+    """What this run was suspended with; None when it never was. Raises `DamagedError` when its file has changed since."""
     file = _kept()
     if file is None:
         return None
@@ -110,11 +107,7 @@ def write_asked(asked: SuspendedRun, folder: Path) -> Path:
 
 
 def read_asked(file: Path) -> SuspendedRun:
-    """What `write_asked` wrote.
-
-    Raises:
-        DamagedError: it was changed since.
-    """
+    """What `write_asked` wrote; raises `DamagedError` when it has changed since."""
     content = file.read_bytes()
     # An earlier release has named it after the run: there the results within it are sealed, each by itself.
     if file.stem not in (hashlib.sha256(content).hexdigest(), str(flow_run.id)):
@@ -128,11 +121,7 @@ def read_asked(file: Path) -> SuspendedRun:
 
 @contextmanager
 def continued_flow_run(asked: SuspendedRun, *, flow: str) -> Iterator[FlowRun]:
-    """The run once more, for the decision alone. Results that it has recorded are not recorded twice.
-
-    Raises:
-        TrackingError: the store is another one than that in which the run was recorded.
-    """
+    """The run once more, for the decision alone; raises `TrackingError` when the store is another than that of its record."""
     here = hide(open_store(asked.config.tracking).uri)
     if asked.store not in ("", here):
         raise TrackingError(
@@ -146,20 +135,8 @@ def continued_flow_run(asked: SuspendedRun, *, flow: str) -> Iterator[FlowRun]:
         yield run
 
 
-def _keep(asked: SuspendedRun) -> None:
-    """Write it next to the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
-    folder = asked.config.resources.output_dir.resolve() / asked.config.name / ".asked"
-    file = write_asked(asked, folder)
-    # There is one already when the run was asked before: with the same contents, unless that file was gone.
-    known = read_flow_run_input(_ASKED)
-    if known is not None and known != str(file):
-        delete_flow_run_input(_ASKED)
-    if known != str(file):
-        create_flow_run_input(_ASKED, str(file))
-
-
 def _kept() -> Path | None:
-    """The file that `_keep` wrote. It is known after a retry too, when Prefect has forgotten that the run was ever suspended."""
+    """The file of a suspension. It is known after a retry too, when Prefect has forgotten that the run was ever suspended."""
     if deployment.id is None or flow_run.parent_flow_run_id is not None:
         return None
     kept = read_flow_run_input(_ASKED)
@@ -171,17 +148,27 @@ def was_suspended() -> bool:
     return bool(_questions()) or _kept() is not None
 
 
+def decide(asked: SuspendedRun, made: Made | None, publish: Callable[[FlowRun, SuspendedRun], Made], *, flow: str) -> Made:
+    """What a run has made, published again after each answer of a person that it has to wait for.
+
+    Call it outside of the run: a suspended run must hold nothing, and is not running in MLflow. `made` is None in a run that was
+    suspended before.
+    """
+    while True:
+        if made is not None:
+            publication, comparison = (
+                (made, made.headline) if isinstance(made, Publication) else (made.publication, made.comparison)
+            )
+            if not publication.awaits_approval or not ask_for_approval(asked, publication, made.headline(), comparison()):
+                return made
+        with continued_flow_run(asked, flow=flow) as run:
+            made = publish(run, asked)
+
+
 def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: str, comparison: str) -> bool:
-    """Suspend the run until a person has decided about its version, and record the decision.
+    """Suspend the run for `promotion.approval_hours` at most, until a person has decided, and record the decision.
 
-    Args:
-        asked: what the run continues with afterwards; its `promotion.approval_hours` limit the wait.
-        publication: of a version that waits for approval.
-        headline: what lists of runs say meanwhile.
-        comparison: description of the form, in Markdown.
-
-    Returns:
-        Whether the decision has to be made again or recorded. False: this run cannot ask anybody.
+    Lists of runs show the `headline` meanwhile, and the form the `comparison` (Markdown). False: this run cannot ask anybody.
     """
     config, name = asked.config, f"{publication.model_name}/{publication.model_version}"
     if deployment.id is None or flow_run.parent_flow_run_id is not None:
@@ -193,7 +180,14 @@ def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: st
     key, verdict = _answered(f"approval-{publication.model_version}-{pending.champion if pending else ''}")
     if verdict is None:
         send_event(REQUESTED, resource, payload)
-        _keep(asked)
+        # Next to the results: a config may hold an address with a password, so Prefect knows only the file.
+        file = str(write_asked(asked, config.resources.output_dir.resolve() / config.name / ".asked"))
+        # There is one already when the run was asked before: with the same contents, unless that file was gone.
+        known = read_flow_run_input(_ASKED)
+        if known is not None and known != file:
+            delete_flow_run_input(_ASKED)
+        if known != file:
+            create_flow_run_input(_ASKED, file)
         seconds = max(1, round(3600 * config.promotion.approval_hours))
         try:
             verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
@@ -203,7 +197,11 @@ def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: st
                 if suspended.state is not None:
                     said = suspended.state.model_copy(update={"message": headline})
                     client.set_flow_run_state(UUID(str(flow_run.id)), said, force=True)
-            _say_that_silence_is_rest()
+            # The automation that finds vanished runs must expect nothing more of this one. Prefect's own event is not enough: on
+            # SQLite its server may fail to count an event while the database is locked, and gives up after 0.1 s.
+            for _ in range(_SIGNS):
+                send_event(SUSPENDED, f"prefect.flow-run.{flow_run.id}", {})
+                time.sleep(_BETWEEN_SIGNS_S)
             raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
@@ -230,17 +228,6 @@ def _answered(key: str) -> tuple[str, Verdict | None]:
             return key, Verdict.model_validate(given)
         key += "-again"
     return key, None
-
-
-def _say_that_silence_is_rest() -> None:
-    """Tell the automation that finds vanished runs to expect nothing more of this one.
-
-    Prefect's own event is not enough: on SQLite its server may fail to count an event while the database is locked, tries again
-    for less than 0.1 s and gives up. A suspended run would then be taken for a crashed one.
-    """
-    for _ in range(_SIGNS):
-        send_event(SUSPENDED, f"prefect.flow-run.{flow_run.id}", {})
-        time.sleep(_BETWEEN_SIGNS_S)
 
 
 def _questions() -> set[str]:

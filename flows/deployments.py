@@ -2,8 +2,10 @@
 
 `grpo deployments` writes deploy/prefect.yaml from this file. `grpo up` applies it, and keeps what users changed on the server
 (operating/deployments.py). That concerns the parameters in this file, so a deployment without a form of its own names all.
+`grpo serve` serves the deployments from one process, without a work pool.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -167,14 +169,9 @@ def prefect_yaml() -> str:
         "deployments": [deployment.entry() for deployment in deployments()],
     }
     head = f"# Written by `grpo deployments` from flows/deployments.py. Relative paths start from the folder in {WORKDIR}.\n"
-    return head + yaml.dump(tree, sort_keys=False, allow_unicode=True, width=120, Dumper=_Plain)
-
-
-class _Plain(yaml.SafeDumper):
-    """YAML without anchors, which would make the file hard to read and to edit."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
-        return True
+    dumper = type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    # Without anchors, which would make the file hard to read and to edit.
+    return head + yaml.dump(tree, sort_keys=False, allow_unicode=True, width=120, Dumper=dumper)
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -182,11 +179,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def write_prefect_yaml(path: Path | None = None) -> Path:
-    """Write `path`, by default deploy/prefect.yaml of the checkout.
-
-    Raises:
-        UserError: this is an installed package, so there is no checkout to write to.
-    """
+    """Write `path`, by default deploy/prefect.yaml; raises `UserError` in an installed package, which has no checkout."""
     if path is None and FILE.is_relative_to(Path(__file__).parents[1] / "schemas"):
         raise UserError(
             "deploy/prefect.yaml belongs to a checkout, and this is an installed package", fix="name a file with --out"
@@ -194,3 +187,39 @@ def write_prefect_yaml(path: Path | None = None) -> Path:
     path = path or FILE
     path.write_text(prefect_yaml(), encoding="utf-8")
     return path
+
+
+def serve_all() -> None:
+    """Create the deployments on the server at PREFECT_API_URL and execute the runs that are started there, until Ctrl-C.
+
+    Raises:
+        UserError: no server is configured, so nobody could start a run.
+    """
+    import prefect
+    from prefect.events import DeploymentEventTrigger
+    from prefect.flows import EntrypointType  # type: ignore[attr-defined]
+    from prefect.schedules import Cron, Interval, Schedule
+    from prefect.utilities.importtools import import_object
+
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError("no Prefect server is configured", fix="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up")
+
+    def schedule_of(*, cron: str | None = None, interval: float = 0.0, **options: Any) -> Schedule:
+        return Cron(cron, **options) if cron else Interval(interval, **options)
+
+    served = []
+    for deployment in deployments():
+        entry = deployment.entry()
+        served.append(
+            import_object(deployment.flow).to_deployment(
+                f"{deployment.name}-served",
+                description=entry["description"],
+                tags=entry["tags"],
+                version=entry["version"],
+                parameters=entry["parameters"],
+                schedules=[schedule_of(**given) for given in deployment.schedules],
+                triggers=[DeploymentEventTrigger.model_validate(dict(given)) for given in deployment.triggers],
+                entrypoint_type=EntrypointType.MODULE_PATH,
+            )
+        )
+    prefect.serve(*served)

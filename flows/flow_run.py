@@ -1,17 +1,27 @@
 """One run of a flow: the folder where its steps leave their results, and the MLflow run that records them."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 from uuid import UUID
 
 from flows.frozen_inputs import Inputs, frozen_inputs
 from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_working_directory
+from grpo_tasks.content.markdown import table
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.links import mlflow_pages, show_links
-from grpo_tasks.running.orchestrator import flow_run_id, flow_run_name, flow_run_url, locked, run_logger, send_event
+from grpo_tasks.running.orchestrator import (
+    flow_run_id,
+    flow_run_name,
+    flow_run_url,
+    locked,
+    run_logger,
+    send_event,
+    show_artifact,
+)
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.pruning import curve_of, publish_curve
@@ -35,6 +45,8 @@ STEPS = tuple(
 FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 """Files of a failed step that are sent to MLflow."""
 CHAMPION_CHANGED = "grpo.champion.changed"
+PUBLIC = "GRPO_MLFLOW_URL"
+"""Environment variable: the address of MLflow for browsers, where it is not the one that runs use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,22 +114,30 @@ class FlowRun:
                     handle.file(directory / name, f"failed/{step}")
 
     def show_links(self, publication: Publication | None = None, *, report: bool = False) -> None:
-        """Show in Prefect where MLflow has this run, its report and its version."""
-        tracked = self.tracked
-        version = (publication.model_name, publication.model_version) if publication else None
-        pages = mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id)
-        show_links(pages, self._shown, report=report, version=version)
+        """Show in Prefect where MLflow has this run; called again, its report and its version too."""
+        pages, experiment = mlflow_pages(self.tracked.store.uri), self.tracked.experiment_id
+        if not pages:
+            return
+        page = f"{pages}/#/experiments/{experiment}/runs"
+        run = f"{page}/{self.tracked.run_id}"
+        rows = [
+            ["MLflow run", f"[metrics, parameters, files]({run})"],
+            ["all runs", f"[compare the runs of the experiment]({page}?workflowType=machine_learning)"],
+        ]
+        if report:
+            rows.append(["report", f"[report.html]({run}/artifacts/report/report.html)"])
+        if publication is not None:
+            name, number = publication.model_name, publication.model_version
+            version = f"{pages}/#/models/{quote(name, safe='')}/versions/{number}"
+            rows.append(["model version", f"[{name} version {number}]({version})"])
+        show_artifact("links", table(["what", "where"], rows), "This run in MLflow", self._shown)
 
     def announce(self, publication: Publication, before: Champion | None) -> None:
         """Send the event grpo.champion.changed if the version has become the champion."""
-        if publication.champion and (before is None or before.version != publication.model_version):
-            name, version = publication.model_name, publication.model_version
-            payload = {
-                "name": name,
-                "version": version,
-                "before": before.version if before else "",
-                "detail": publication.headline(),
-            }
+        name, version = publication.model_name, publication.model_version
+        previous = before.version if before else ""
+        if publication.champion and version != previous:
+            payload = {"name": name, "version": version, "before": previous, "detail": publication.headline()}
             send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
 
     def require_wanted(self) -> None:
@@ -134,6 +154,12 @@ class FlowRun:
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""
         return self.tracked.follow(stage_dir)
+
+
+def mlflow_pages(uri: str) -> str:
+    """Address of MLflow for browsers, without a password; empty for a database that no server shows yet."""
+    base = os.environ.get(PUBLIC) or uri
+    return hide(base).rstrip("/") if base.startswith(("http://", "https://")) else ""
 
 
 def warn(problem: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, decide, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
 from flows.preflight import check_structure, check_working_directory
@@ -58,13 +58,10 @@ def run_pipeline(
 ) -> PipelineResult:
     """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started.
 
-    Args:
-        config: the configuration. A run that was suspended continues with the one that it was suspended with.
-        fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
-        tags: further tags of the registered version.
-        copies: the user's own modules, where they were copied before.
+    A run that was suspended continues with its config, and `fresh` runs no step twice. `tags` are further ones of the registered
+    version, `copies` the user's own modules where they were copied before.
     """
-    asked = what_was_asked()
+    asked, made = what_was_asked(), None
     if asked is None:
         config = with_local_model(config)
         with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended(), copies=copies) as run:
@@ -74,12 +71,7 @@ def run_pipeline(
                 check_champion(config.registered_model, config.tracking)
             asked = SuspendedRun.of(run, config, train_and_evaluate(run), tags)
             made = _published(run, asked)
-    else:
-        made = _published_again(asked)
-    # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
-    while made.publication.awaits_approval and ask_for_approval(asked, made.publication, made.headline(), made.comparison()):
-        made = _published_again(asked)
-    return made
+    return decide(asked, made, _published, flow="pipeline")
 
 
 def train_and_evaluate(run: FlowRun) -> Trained:
@@ -114,11 +106,6 @@ def train_and_evaluate(run: FlowRun) -> Trained:
         guards=guards,
         sections=run.sections,
     )
-
-
-def _published_again(asked: SuspendedRun) -> PipelineResult:
-    with continued_flow_run(asked, flow="pipeline") as run:
-        return _published(run, asked)
 
 
 def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:

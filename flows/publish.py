@@ -1,6 +1,6 @@
 """An adapter from anywhere to a registered model: merge, compare, register, decide."""
 
-from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, decide, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.steps import base_model, checked_guards, evaluation_of, published, validated_data
@@ -19,7 +19,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         config: the configuration. Fields that are rarely changed are folded away.
         fresh: run every step again, even if its inputs have not changed.
     """
-    asked = what_was_asked()
+    asked, made = what_was_asked(), None
     if asked is None:
         config = with_local_model(config)
         ref = adapter_model(adapter, config)
@@ -32,16 +32,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
             trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
             asked = SuspendedRun.of(run, config, trained)
             made = _published(run, asked)
-    else:
-        made = _published_again(asked)
-    while made.awaits_approval and ask_for_approval(asked, made, made.headline(), made.headline()):
-        made = _published_again(asked)
-    return made
-
-
-def _published_again(asked: SuspendedRun) -> Publication:
-    with continued_flow_run(asked, flow="publish") as run:
-        return _published(run, asked)
+    return decide(asked, made, _published, flow="publish")
 
 
 def _published(run: FlowRun, asked: SuspendedRun) -> Publication:

@@ -6,7 +6,7 @@ python train.py stages.0.max_steps=100           # any override of the config
 
 import sys
 
-from grpo_tasks.library.steps import evaluate, generate, load_data, merge, train_stage
+from grpo_tasks.library import evaluate, generate, load_data, merge, train_stage
 from schemas.config.load import load_config
 
 

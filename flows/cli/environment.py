@@ -91,7 +91,7 @@ def prepare_step(config: "RunConfig", *, device: bool) -> bool:
     finished, and MLflow records it, with or without a flow. A GPU slot, though, is Prefect's: it is how two commands take turns.
     """
     from grpo_tasks.processes.child import prepare_child
-    from grpo_tasks.running.slot_names import slots_of
+    from grpo_tasks.running.orchestrator import slots_of
 
     prepare_environment()
     if device:

@@ -1,24 +1,119 @@
-"""Commands that only read: presets, fields, one row of a run, what a run needs (`grpo plan`), the state of the machine."""
+"""Commands that only read: runs, models, completions, presets, fields, one row of a run, what a run needs, this machine."""
 
 import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
+from flows.cli.environment import prepare_environment
 from flows.cli.errors import report_errors
-from flows.cli.options import Config, Set, parse_size
-from flows.cli.show import out, say, show_cluster, show_memory, show_trace
-from schemas.config.load import PRESETS, find_config, load_config
+from flows.cli.options import Config, Set, TrackingUri, parse_size
+from flows.cli.show import out, print_table, say, table_of
+from grpo_tasks.content.places import row_place
+from schemas.config.load import PRESETS, find_config, load_config, tracking_at
 from schemas.config.run import RunConfig
 from schemas.config.section import Section, fields_below, section_in
 from schemas.errors import ConfigError
+from schemas.metrics import HEADLINES, REWARD
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import polars as pl
     from pydantic.fields import FieldInfo
 
+    from grpo_tasks.operating.trace import Trace
+    from grpo_tasks.planning.memory_plan import StagePlan
 
+TITLES = [name.replace("_", " ") for name in HEADLINES]
+PASS_RATES = ("pass_rate", "pass_rate_low", "pass_rate_high", "samples")
+"""Columns of pass rates that `grpo trace` shows."""
+GIB = 2**30
 _INDENT = "    "
+
+
+def runs(
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="How many, newest first.")] = 20,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """List the newest runs with their figures."""
+    with report_errors(reads=True):
+        prepare_environment()
+        from grpo_tasks.tracking.past_runs import recent_runs
+
+        found = recent_runs(tracking_at(tracking_uri), limit)
+        if not found:
+            say("no runs yet: grpo run CONFIG makes one")
+            return
+        rows = []
+        for line in found:
+            when = f"{line.started:%Y-%m-%d %H:%M}"
+            rows.append([when, line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version])
+        print_table(table_of(("started", "run", "name", "status", *TITLES, "model"), rows), TITLES)
+        say("more: grpo compare RUN RUN, grpo lineage MODEL")
+
+
+def models(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this registered model.")] = None,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """List registered models: versions, aliases and figures."""
+    with report_errors(reads=True):
+        prepare_environment()
+        from grpo_tasks.tracking.past_runs import registered_versions
+
+        found = registered_versions(tracking_at(tracking_uri), name)
+        if not found:
+            say("no registered models yet: grpo run CONFIG registers one")
+            return
+        rows = []
+        for line in found:
+            when = f"{line.made:%Y-%m-%d %H:%M}"
+            rows.append([f"{line.name}/{line.version}", ", ".join(line.aliases), when, *_cells(line.figures), line.run_id[:8]])
+        print_table(table_of(("model", "alias", "made", *TITLES, "run"), rows), TITLES)
+        first = f"{found[0].name}/{found[0].version}"
+        say(f"more: grpo chat {first}, grpo lineage {first}, grpo download {first} DIR")
+
+
+def completions(
+    config: Config,
+    stage: Annotated[str | None, typer.Option(help="Stage. Default: the one trained last.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Update. Default: the last one that was kept.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=10_000, help="How many of each.")] = 5,
+    override: Set = None,
+) -> None:
+    """Show completions of an update with their rewards: grpo completions CONFIG --step 20 --best --worst."""
+    with report_errors(reads=True):
+        settings = load_config(config, override)
+        from grpo_tasks.operating.trace import read_completions
+
+        found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
+        kept = ", ".join(map(str, found.steps))
+        say(f"stage {found.stage}, update {found.step} (kept: {kept})")
+        by_reward = found.table.sort(REWARD, descending=True, nulls_last=True)
+        if not (best or worst):
+            _show_completions("first", found.table.head(limit).to_dicts())
+        if best:
+            _show_completions("best", by_reward.head(limit).to_dicts())
+        if worst:
+            _show_completions("worst", by_reward.tail(limit).reverse().to_dicts())
+
+
+def _show_completions(title: str, rows: "list[dict[str, object]]") -> None:
+    for row in rows:
+        scores = "  ".join(
+            f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float) and name != "completion"
+        )
+        out.rule(f"{title}: {row.get('prompt_id', '')}  {scores}", align="left", characters="-")
+        say(str(row["completion"]))
+
+
+def _cells(figures: "Mapping[str, float]") -> list[str]:
+    return [f"{figures[name]:.3g}" if name in figures else "" for name in HEADLINES]
 
 
 def trace(
@@ -37,6 +132,38 @@ def trace(
         from grpo_tasks.operating.trace import trace_row
 
         show_trace(trace_row(settings.resources.output_dir / settings.name, row))
+
+
+def show_trace(trace: "Trace") -> None:
+    """Print what happened to one row, step by step."""
+    out.print(f"{row_place(trace.source, trace.line)}, {trace.split}", markup=False, highlight=False, style="bold")
+    if trace.faults is not None:
+        for fault in trace.faults.iter_rows(named=True):
+            say(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})")
+    if trace.prompt is not None:
+        row = trace.prompt.row(0, named=True)
+        say(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}")
+        say(*(f"  {message['role']}: {message['content']}" for message in row["prompt"]))
+    for label, rows in trace.pass_rates.items():
+        _show_rows(f"pass rate, measured from {label}", rows, ("stage", *PASS_RATES, "frequent_answer"))
+    for stage, reason in trace.left_out.items():
+        say(f"stage {stage} does not train on it: {reason.replace('_', ' ')}")
+    for stage, rows in trace.completions.items():
+        _show_rows(f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
+    for label, rows in trace.samples.items():
+        _show_rows(f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
+    for name, rows in trace.further.items():
+        _show_rows(name, rows, [column for column in rows.columns if column != "prompt_id"])
+
+
+def _show_rows(title: str, rows: "pl.DataFrame", columns: "Sequence[str]") -> None:
+    if rows.is_empty():
+        say(f"{title}: no completions of this row were kept")
+        return
+    cells = [
+        [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows.select(columns).iter_rows()
+    ]
+    out.print(table_of(columns, cells, title=title))
 
 
 def doctor() -> None:
@@ -63,7 +190,16 @@ def cluster(
 
         with connected(address):
             nodes, holders = overview()
-        show_cluster(nodes, holders)
+        rows = []
+        for node in nodes:
+            same = "the same as here" if node.cpus[1] else "head without CPUs: trains nothing"
+            versions = Text("; ".join(node.faults), "red") if node.faults else same
+            rows.append([node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions])
+        headings = ("node", "CPUs free", "GPUs free", "versions")
+        out.print(table_of(headings, rows, title="Nodes of the Ray cluster", fold=True))
+        say(*(f"{name}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}" for name, state in holders))
+        if not holders:
+            say("no run uses it")
         if any(node.faults for node in nodes):
             raise typer.Exit(1)
 
@@ -133,6 +269,32 @@ def plan(
         from grpo_tasks.planning.memory_plan import stage_plans
 
         plans = stage_plans(settings, size)
-        show_memory(plans, size)
+        for plan in plans:
+            tokens = plan.pass_tokens
+            rows = [
+                *((item.what, f"{item.bytes / GIB:.2f}") for item in plan.standing),
+                *((f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}") for item in plan.sampling),
+                (f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-"),
+                ("kept free", f"{plan.reserve / GIB:.2f}"),
+            ]
+            title = f"Stage {plan.stage.name}, per GPU (calculated, not measured)"
+            table = table_of(("what", "GiB"), rows, title=title, right=["GiB"])
+            table.add_row("needed", f"{plan.needed / GIB:.2f}", style="bold")
+            out.print(table)
+            if plan.fits:
+                say(f"It fits into {size / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
+            else:
+                out.print(f"[red]It does not fit into {size / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
         if not all(each.fits for each in plans):
             raise typer.Exit(1)
+
+
+def _advice(plan: "StagePlan") -> str:
+    """What would make the stage fit."""
+    if plan.fitting_tokens and not plan.sampling_fits:
+        return "rollout.max_batch_size: a smaller one"
+    if plan.fitting_tokens:
+        return "max_tokens_per_microbatch: auto"
+    if not plan.model.gradient_checkpointing and plan.with_checkpointing().fitting_tokens:
+        return "model.gradient_checkpointing: true, and max_tokens_per_microbatch: auto"
+    return "a GPU with more memory, a smaller model, or model.quantization: nf4"

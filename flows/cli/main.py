@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from flows.cli import init, inspection, lists, models, operate, run
+from flows.cli import init, inspection, models, operate, run
 from flows.sweeps import command as sweeps
 
 
@@ -40,9 +40,9 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         run.step,
     ),
     "Look things up": (
-        lists.runs,
-        lists.models,
-        lists.completions,
+        inspection.runs,
+        inspection.models,
+        inspection.completions,
         inspection.presets,
         inspection.fields,
         inspection.plan,

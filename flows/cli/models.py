@@ -1,24 +1,36 @@
-"""Commands for registered models: restore, download, export, ask, compare, trace back, train again."""
+"""Commands for registered models: restore, download, export, ask, compare, trace back, train again.
+
+A command that changes the registry then tells Prefect: automations, and the run that waits. A server that is away is a line of
+output, not an error.
+"""
 
 import os
 import sys
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from uuid import UUID
 
 import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
-from flows.cli.notify import resume_suspended, tell_prefect
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
-from flows.cli.show import out, say, show_comparison, show_lineage, show_reproduction
+from flows.cli.show import out, say, show_sections, table_of
 from schemas.config.load import tracking_at
+from schemas.errors import UserError
 from schemas.paths import resolve
 
 if TYPE_CHECKING:
+    from grpo_tasks.reporting.compare import Comparison
     from schemas.config.operations import TrackingConfig
+    from schemas.results.publication import Approval
 
 DOWNLOADS = Path("runs") / "downloads"
+_ADDRESS = "PREFECT_API_URL"
+_MOST_NAME, _MOST_NOTE = 200, 2_000
+"""Characters that the form of a suspended run takes (flows/approval.py)."""
 
 
 def rollback(
@@ -164,7 +176,19 @@ def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
         prepare_environment()
         from grpo_tasks.tracking.registry import lineage_of
 
-        show_lineage(lineage_of(model, tracking_at(tracking_uri)))
+        found = lineage_of(model, tracking_at(tracking_uri))
+        facts = found.model_dump(exclude={"name", "version", "packages"})
+        rows = [
+            *((name.replace("_", " "), ", ".join(fact) if isinstance(fact, list) else str(fact)) for name, fact in facts.items()),
+            ("packages", ", ".join(f"{name} {version}" for name, version in found.packages.items())),
+            *(
+                ("artifact", f"runs:/{found.run_id}/{name}")
+                for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json")
+            ),
+        ]
+        table = table_of(("", ""), rows, title=f"{found.name} version {found.version}", fold=True)
+        table.show_header = False
+        out.print(table)
 
 
 def compare(
@@ -185,6 +209,15 @@ def compare(
         say(f"page: {write_comparison(found, into.resolve())}")
 
 
+def show_comparison(found: "Comparison") -> None:
+    """Print the figures and settings of two runs."""
+    titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
+    show_sections([found.section(*titles)], title=f"{found.prompts} common held-out prompts")
+    out.print(table_of(("setting", *titles), found.settings, title=f"{len(found.settings)} settings differ"))
+    differ = len(found.disagreements)
+    say(f"the runs disagree on at least {differ} prompts" if differ else "the runs agree on every prompt")
+
+
 def reproduce(
     model: Registered,
     output_dir: Annotated[Path, typer.Option("--output-dir", metavar="DIR", help="New folder for everything written.")] = Path(
@@ -195,11 +228,75 @@ def reproduce(
     """Train a registered model again from its record. Exit code 1 if the new adapter differs."""
     with report_errors():
         prepare_flow()
-        from flows.reproduce import reproduce_flow
+        from flows.retrain import reproduce_flow
         from grpo_tasks.tracking.store import check_store
 
         check_store(tracking_at(tracking_uri))
         made = reproduce_flow(model, output_dir, tracking_uri)
-        show_reproduction(made)
+        verdict = "is identical" if made.same else "DIFFERS"
+        say(
+            *(f"this has changed since then: {difference}" for difference in made.differences),
+            f"the reproduced adapter {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
+            f"(MLflow run {made.run_id})",
+        )
         if not made.same:
             sys.exit(1)
+
+
+def tell_prefect(event: str, resource: str, detail: str) -> None:
+    """Send an event for automations to the Prefect server of the environment, or to the one that runs in this folder."""
+    if not _has_prefect():
+        return
+    from prefect.events import emit_event
+
+    emit_event(event, {"prefect.resource.id": resource}, payload={"detail": detail})
+
+
+def resume_suspended(run_id: str, version: str, approval: "Approval", tracking: "TrackingConfig") -> None:
+    """Let the flow run that waits for this decision about a version of the MLflow run continue. It asks nobody again."""
+    if not run_id or not _has_prefect():
+        return
+    from prefect.client.orchestration import get_client
+
+    from grpo_tasks.tracking.store import open_store, run_or_none
+
+    run = open_store(tracking).ask(lambda client: run_or_none(client, run_id))
+    known = run.data.tags.get("prefect.flow_run_id") if run is not None else None
+    if not known:
+        return
+    form = {"decision": approval.decision, "approved_by": approval.by[:_MOST_NAME], "note": approval.note[:_MOST_NOTE]}
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(known)).state
+            key = state.state_details.pause_key if state is not None and state.is_paused() else None
+            # A run of the same name may wait for the decision about another version.
+            if (key or "").startswith(f"approval-{version}-"):
+                client.resume_flow_run(UUID(known), run_input=form)
+                say(f"the suspended flow run {known} continues")
+    except Exception as error:  # another server, a deleted run, no permission: the decision is recorded in any case
+        say(f"the flow run {known} was not resumed ({type(error).__name__}); if it still waits, resume it in Prefect")
+
+
+@cache
+def _has_prefect() -> bool:
+    """Whether the environment, or `grpo up` in this folder, has a Prefect server that answers. This process then uses it."""
+    address = os.environ.get(_ADDRESS)
+    if not address:
+        from grpo_tasks.operating.servers import PREFECT, Stack
+
+        stack = Stack(Path.cwd())
+        with suppress(UserError, OSError):  # a damaged record: grpo doctor and grpo up say so
+            address = stack.addresses().environment[_ADDRESS] if PREFECT in stack.running() else None
+    if not address:
+        return False
+    import httpx
+
+    try:
+        httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
+    except httpx.HTTPError:
+        # A server that is away must not delay the end of the command.
+        say("the Prefect server is away: no automation hears of this")
+        return False
+    # Before Prefect is imported, because it reads its settings then.
+    os.environ[_ADDRESS] = address
+    return True

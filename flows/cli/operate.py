@@ -116,6 +116,6 @@ def serve() -> None:
     """Serve all deployments from this process, without a work pool. Needs PREFECT_API_URL. Ctrl-C stops it."""
     with report_errors():
         prepare_flow()
-        from flows.serve import serve_all
+        from flows.deployments import serve_all
 
         serve_all()

@@ -1,5 +1,6 @@
 """Commands that run the pipeline or one step of it. Each loads the config, calls a flow and shows the result."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,20 +9,18 @@ import typer
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
-from flows.cli.show import (
-    say,
-    show_data,
-    show_difficulty,
-    show_evaluations,
-    show_lab,
-    show_merge,
-    show_pipeline,
-    show_plan,
-    show_stage,
-)
+from flows.cli.show import out, print_table, say, show_sections, table_of
+from grpo_tasks.lab.report import advice, opinions
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
+from schemas.metrics import HEADLINES, REWARD, figure_text
+from schemas.results.evaluation import EvalReport
 
 if TYPE_CHECKING:
-    from schemas.config.run import RunConfig
+    from schemas.results.data import DataReport, LabReport
+    from schemas.results.evaluation import DifficultyReport
+    from schemas.results.model import MergeProof, StageResult
+    from schemas.results.publication import PipelineResult
 
 
 def run(
@@ -53,12 +52,98 @@ def run(
         show_pipeline(settings, grpo_pipeline(settings, fresh))
 
 
-def _begin(config: "RunConfig", doing: str) -> None:
+def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
+    """Print what a run would do, and what is worth saying about its model."""
+    rewards = ", ".join(sorted({name for stage in config.stages for name in stage.rewards}))
+    rows = [
+        ("prepare_data", ", ".join(source.path for source in [*config.data.train, *config.data.eval])),
+        ("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens"),
+        ("probe_rewards", rewards),
+    ]
+    if described := describe_difficulty(config):
+        rows.append(("measure_difficulty", described))
+    rows.append(("evaluate_model", f"base: {config.model.path}"))
+    rows += [(f"train_stage {stage.name}", describe_stage(stage)) for stage in config.stages]
+    asked = config.model.merged_dtype
+    precision = "the shortest precision that keeps 95 % of what training changed" if asked == "auto" else asked
+    rows.append(("merge_adapter", f"saved in {precision}"))
+    prompts = config.evaluation.max_prompts or "all"
+    rows.append(("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts"))
+    for guard in config.promotion.guards:
+        limits = {"drop": guard.max_drop, "rise": guard.max_rise}
+        largest = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
+        paths = ", ".join(source.path for source in guard.data)
+        rows.append((f"guard {guard.name}", f"{guard.metric} on {paths}, largest {largest}"))
+    person = ", then by a person" if config.promotion.approval == "manual" else ""
+    decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
+    rows.append(("publish_model", f"{config.registered_model}, decided by {decides}{person}"))
+    out.print(table_of(("step", "details"), rows, title=f"Plan of {config.name} (nothing was run)", fold=True))
+    say(*(f"note: {note}" for note in notes))
+
+
+def describe_difficulty(config: RunConfig) -> str:
+    """Where pass rates come from, in one line; empty where no stage has any."""
+    difficulty = config.difficulty
+    measured = f"{difficulty.samples} completions of every training prompt" if difficulty.samples else ""
+    if difficulty.screen:
+        measured += f", {difficulty.screen} where none of the first {difficulty.screen} is solved"
+    if difficulty.pass_rate_column is None or all(stage.measure_difficulty for stage in config.stages):
+        return measured
+    return f"column {difficulty.pass_rate_column} of the data"
+
+
+def describe_stage(stage: StageConfig) -> str:
+    """A stage in one line."""
+    length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
+    if stage.kind == "sft":
+        return f"sft: {length} of {stage.completions_per_update} demonstrations; learning rate {stage.learning_rate:g}"
+    prompts = stage.completions_per_update // stage.num_generations
+    sizes = f"{prompts} prompts x {stage.num_generations} completions"
+    if stage.kind == "rejection":
+        length = f"rejection sampling: {length}"
+    band = "" if stage.keep_pass_rate is None else f"; pass rates {stage.keep_pass_rate[0]:g} to {stage.keep_pass_rate[1]:g}"
+    return f"{length} of {sizes}{band}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
+
+
+def show_evaluations(reports: Sequence[EvalReport]) -> None:
+    """Print evaluations, one row each."""
+    names = [name for name in HEADLINES if any(name in report.metrics for report in reports)]
+    titles = [name.replace("_", " ") for name in names]
+    rows = [
+        [one.label, *(figure_text(name, one.metrics[name].value) if name in one.metrics else "" for name in names)]
+        for one in reports
+    ]
+    print_table(table_of(("model", *titles), rows, right=titles), titles)
+    if reports:
+        last = reports[-1]
+        say(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
+
+
+def show_pipeline(config: RunConfig, result: "PipelineResult") -> None:
+    """Print the end of a pipeline run: evaluations, decision, where everything is."""
+    show_evaluations(result.evaluations)
+    publication = result.publication
+    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
+    version = f"{publication.model_name}/{publication.model_version}"
+    say(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
+    if publication.awaits_approval:
+        say(f"decide:       grpo promote {version}, or grpo promote {version} --reject")
+    say(
+        *(f"merged model: {evaluation.model.path}" for evaluation in result.evaluations if evaluation.label == "merged"),
+        f"registered as {version}",
+        f"try it:       grpo chat {version}",
+        f"fetch it:     grpo download {version} DIR",
+        f"report: {result.report}",
+        f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; open both UIs with: grpo ui",
+    )
+
+
+def _begin(config: RunConfig, doing: str) -> None:
     """Say on stderr what begins, before the imports that take seconds."""
     typer.echo(f"{config.name}: {doing} ({config.resources.output_dir / config.name})", err=True)
 
 
-def _one_step(function: str, doing: str, config: "RunConfig", /, *, device: bool = True, **inputs: Any) -> Any:
+def _one_step(function: str, doing: str, config: RunConfig, /, *, device: bool = True, **inputs: Any) -> Any:
     """What one step makes: in a flow where a Prefect server or a GPU slot is involved, by a plain function otherwise."""
     _begin(config, doing)
     if prepare_step(config, device=device):
@@ -74,20 +159,44 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
     """Read the data and check every row."""
     with report_errors():
         settings = checked_config(config, override)
-        show_data(_one_step("validate", "reading the data", settings, device=False, fresh=fresh))
+        report: DataReport = _one_step("validate", "reading the data", settings, device=False, fresh=fresh)
+        say(
+            f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
+            f"{report.quarantined:,} quarantined",
+            *(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})" for rule in report.rules if rule.rows),
+        )
+        lengths = report.prompt_tokens
+        say(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
+        say(f"report: {report.directory / 'report.md'}")
 
 
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Run the reward lab: test every reward function of every stage before any training."""
     with report_errors():
-        show_lab(_one_step("rewards", "testing the rewards", checked_config(config, override), fresh=fresh))
+        report: LabReport = _one_step("rewards", "testing the rewards", checked_config(config, override), fresh=fresh)
+        counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
+        say("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+        say(*(f"  not checked: {line}" for line in report.left_out))
+        found, what_to_do = opinions(report.checks)
+        if found:
+            rows = [(where, check, f"{what} ({probe})" if probe else what) for where, check, what, probe in found]
+            out.print(table_of(("where", "check", "found"), rows))
+            say(what_to_do)
+        for forecast in report.forecasts:
+            say(
+                f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
+                f"mean reward {forecast.mean_reward:.2f}"
+            )
+        say(*advice(report.forecasts), f"report: {report.directory / 'report.md'}")
 
 
 def difficulty(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Measure how often the base model solves each training prompt, before you choose keep_pass_rate of a stage."""
     with report_errors():
         settings = checked_config(config, override)
-        show_difficulty(_one_step("difficulty", "measuring the training prompts", settings, fresh=fresh))
+        report: DifficultyReport = _one_step("difficulty", "measuring the training prompts", settings, fresh=fresh)
+        show_sections(report.sections())
+        say(f"report: {report.directory / 'report.md'}")
 
 
 def evaluate(
@@ -117,7 +226,15 @@ def train(
         command.folder = settings.resources.output_dir / settings.name
         name = stage or settings.stages[0].name
         doing = f"training the stage {name}"
-        show_stage(config, _one_step("train", doing, settings, stage=name, start=start, fresh=fresh))
+        result: StageResult = _one_step("train", doing, settings, stage=name, start=start, fresh=fresh)
+        best = "" if result.best_step is None else f", weights of update {result.best_step}"
+        say(f"stage {result.stage}: {result.steps} updates, stopped by {result.stopped}{best}")
+        if REWARD in result.metrics:
+            say(f"mean reward of the last updates: {result.metrics[REWARD]:.3f}")
+        weights = result.model.adapter or result.model.path
+        say(f"weights: {weights}", f"evaluate them: grpo evaluate {weights} {config}")
+        if result.model.adapter is not None:
+            say(f"merge them:    grpo merge {weights} {config} --into DIR")
 
 
 def merge(
@@ -129,7 +246,14 @@ def merge(
     """Merge an adapter into the base model of a config and prove that the result is the same policy."""
     with report_errors():
         settings = checked_config(config, override)
-        show_merge(_one_step("merge", "merging the adapter", settings, adapter=adapter, into=into))
+        proof: MergeProof = _one_step("merge", "merging the adapter", settings, adapter=adapter, into=into)
+        say(
+            f"merged model: {proof.model.path}",
+            f"saved in {proof.choice()}",
+            f"from base + adapter: {proof.mean_logprob_difference:.2g} nats per token "
+            f"(base {proof.base_logprob_difference:.2g}); {proof.greedy_agreement:.1%} of greedy tokens agree "
+            f"(base {proof.base_greedy_agreement:.1%})",
+        )
 
 
 def step(

@@ -1,5 +1,8 @@
 """The command `grpo sweep`."""
 
+import json
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,10 +11,17 @@ from flows.cli.environment import named_config, prepare_flow
 from flows.cli.errors import report_errors
 from flows.cli.options import OptionalConfig, Set
 from flows.cli.show import print_table, say, table_of
+from schemas.metrics import STEP_TIME
 
 if TYPE_CHECKING:
-    from grpo_tasks.sweeping.grid import Grid
+    from collections.abc import Sequence
+
+    from schemas.config.grid import Grid, Variant
+    from schemas.config.stage import StageConfig
     from schemas.results.sweep import SweepResult
+
+_JOURNALS = 20
+"""Most journals that are read for a duration."""
 
 
 def sweep(
@@ -37,11 +47,16 @@ def sweep(
 ) -> None:
     """Run every combination of some values and seeds, prune what lags behind, and show the table."""
     with report_errors() as command:
-        from grpo_tasks.sweeping.grid import make_grid
+        from flows.preflight import check_columns, check_inputs
+        from schemas.config.grid import make_grid
 
         source = named_config(config)
         grid = make_grid(source, override or [], over or [], seeds=seeds)
-        _check(grid)
+        for variant in grid.variants:
+            check_inputs(variant.config)
+        # Rows are looked at once for each data section.
+        for variant_config in {one.config.data.model_dump_json(): one.config for one in grid.variants}.values():
+            check_columns(variant_config)
         command.folder = grid.base.resources.output_dir / grid.base.name
         if dry_run:
             show_grid(grid)
@@ -55,36 +70,62 @@ def sweep(
         show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings))
 
 
-def _check(grid: "Grid") -> None:
-    """The early checks of `grpo run`, for every run; rows are looked at once for each data section."""
-    from flows.preflight import check_columns, check_inputs
-
-    looked_at = set()
-    for variant in grid.variants:
-        check_inputs(variant.config)
-        data = variant.config.data.model_dump_json()
-        if data not in looked_at:
-            looked_at.add(data)
-            check_columns(variant.config)
-
-
 def show_grid(grid: "Grid") -> None:
     """Print the runs of a sweep and what they cost."""
-    from grpo_tasks.sweeping.forecast import forecast
-
     # A title of the table would be broken at the width of a narrow table.
     say(f"Sweep of {grid.base.name} (nothing was run)")
     rows = [[str(one.number), *one.settings.values(), str(one.config.seed)] for one in grid.variants]
     print_table(table_of(("run", *(axis.path for axis in grid.axes), "seed"), rows, fold=True))
-    say(*forecast(grid.variants, grid.base.resources.output_dir / grid.base.name).lines())
+    say(*forecast(grid.variants, grid.base.resources.output_dir / grid.base.name))
     if grid.added:
         say(f"held-out evaluations that pruning goes by: {', '.join(grid.added)}")
 
 
+def forecast(variants: "Sequence[Variant]", folder: Path) -> list[str]:
+    """What a sweep without pruning costs, in sentences. Stages that several runs share are trained once.
+
+    The duration comes from earlier stages of the same config, if there are any in its `folder`.
+    """
+    from schemas.config.grid import NO_EFFECT
+
+    trained: dict[str, StageConfig] = {}
+    stages = 0
+    for variant in variants:
+        shared = variant.config.model_dump(mode="json", exclude={*NO_EFFECT, "stages", "evaluation", "lab", "validation"})
+        for index, stage in enumerate(variant.config.stages, start=1):
+            stages += 1
+            before = [one.model_dump(mode="json") for one in variant.config.stages[:index]]
+            trained[json.dumps([shared, before], sort_keys=True)] = stage
+    more = f" ({stages - len(trained)} more are shared)" if stages > len(trained) else ""
+    first = f"{len(variants)} runs, {len(trained)} stages to train{more}"
+    lines = ["", "validation, reward lab and the evaluation of the base run once for each seed"]
+    if not all(stage.max_steps for stage in trained.values()):
+        return [f"{first}: length in epochs: it depends on the data", *lines[1:]]
+    updates = sum(stage.max_steps or 0 for stage in trained.values())
+    completions = sum((stage.max_steps or 0) * stage.completions_per_update for stage in trained.values())
+    lines[0] = f"{first}: at most {updates:,} updates with {completions:,} completions"
+    seconds = _update_seconds(folder)
+    if seconds is not None:
+        minutes = max(1, round(seconds * updates / 60))
+        duration = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+        lines.append(f"about {duration} of updates without pruning, as fast as earlier runs here")
+    return lines
+
+
+def _update_seconds(folder: Path) -> float | None:
+    """Median duration of an update of the newest stages in the folder of a config; None if there are none."""
+    from grpo_tasks.stage.journal import read_lines
+
+    newest = sorted(folder.glob("train_stage/*/metrics.jsonl"), key=lambda path: -path.stat().st_mtime)[:_JOURNALS]
+    metrics = [line["metrics"] for path in newest for line in read_lines(path, {"step": int, "metrics": dict})[0]]
+    times = [each[STEP_TIME] for each in metrics if STEP_TIME in each]
+    return median(times) if times else None
+
+
 def show_sweep(result: "SweepResult") -> None:
     """Print the table of a sweep, the best run, and how to publish it."""
-    from grpo_tasks.sweeping.grid import short_names
-    from grpo_tasks.sweeping.table import cells
+    from grpo_tasks.tracking.shown.sweep import cells
+    from schemas.config.grid import short_names
 
     # Why a run ended is too long for a column.
     rows = [cells(line) | {"ended": line.end.state if line.end is not None else ""} for line in result.lines]

@@ -12,18 +12,16 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 
-from flows.flow_run import state_in_prefect
+from flows.flow_run import mlflow_pages, state_in_prefect
 from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
-from flows.sweeps.plans import Plan, plans_of
 from flows.sweeps.process import MODULE
+from flows.sweeps.variant import Plan, plans_of
 from flows.temporary_server import locked_flow
 from grpo_tasks.processes.child import ERROR, POLL_S, RESULT, SPEC, Child, error_of
-from grpo_tasks.running.links import mlflow_pages
 from grpo_tasks.running.orchestrator import flow_run_id, flow_run_url, locked, run_logger, show_artifact
-from grpo_tasks.sweeping.grid import Grid, Variant, make_grid
-from grpo_tasks.sweeping.table import cells, markdown
-from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
+from grpo_tasks.tracking.shown.sweep import SweepRun, cells, compare_link, markdown
+from schemas.config.grid import Grid, Variant, make_grid
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DiskFullError, OrchestratorError, TrackingError, UserError, hidden_errors
@@ -59,11 +57,7 @@ class SweepSupervisor:
     _progress: dict[str, UUID] = field(default_factory=dict)
 
     def run(self) -> SweepResult:
-        """Run what has not ended before, and return the table.
-
-        Raises:
-            UserError: an error that every run would meet; or every run failed, and this is the first one's error.
-        """
+        """Run what has not ended before; raises an error that every run would meet, or the first one's when every run failed."""
         waiting = deque(variant for variant in self.grid.variants if not self._ended_before(variant))
         started = len(waiting)
         if self.tracked.is_new or started:
@@ -90,13 +84,9 @@ class SweepSupervisor:
         handle = self.tracked.handle
         lines = [
             SweepLine(
-                number=variant.number,
-                label=variant.label,
-                settings=variant.settings,
-                seed=variant.config.seed,
-                end=self.ends.get(variant.number),
+                number=one.number, label=one.label, settings=one.settings, seed=one.config.seed, end=self.ends.get(one.number)
             )
-            for variant in self.grid.variants
+            for one in self.grid.variants
         ]
         known = SweepResult(
             lines=lines,
@@ -132,12 +122,17 @@ class SweepSupervisor:
             min_siblings=self.min_siblings if self.prune else None,
             same_seed=len(self.grid.variants) // self.grid.seeds > self.min_siblings,
         )
+        config, resources = variant.config, variant.config.resources
+        if self.parallel > 1 and resources.num_threads is None:
+            # Runs that share the processor get a part of its cores each.
+            threads = max(1, (os.cpu_count() or 1) // self.parallel)
+            config = config.model_copy(update={"resources": resources.model_copy(update={"num_threads": threads})})
         spec = VariantSpec(
             number=variant.number,
             label=variant.label,
             key=self.plans[variant.number].key,
             copies=self.plans[variant.number].copies,
-            config=_with_threads(variant.config, self.parallel),
+            config=config,
             sweep=self.key,
             parent_run_id=self.tracked.handle.run_id,
             pruning=pruning,
@@ -175,24 +170,16 @@ class SweepSupervisor:
         show_artifact("sweep", [cells(line) for line in result.lines], result.headline())
         done = 100 * len(self.ends) / len(self.grid.variants)
         show_artifact("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
-        pages = mlflow_pages(result.tracking_uri, result.experiment_id, result.run_id)
-        if pages is not None:
+        if pages := mlflow_pages(result.tracking_uri):
             runs = [line.end.run_id for line in result.lines if line.end is not None and line.end.run_id]
             link = compare_link(runs, result.experiment_id)
-            compare = f"\n\n[compare the runs in MLflow]({pages.base}/{link})" if link else ""
-            text = f"# {result.headline()}\n\n[the sweep in MLflow]({pages.run}){compare}\n\n{markdown(result)}"
+            compare = f"\n\n[compare the runs in MLflow]({pages}/{link})" if link else ""
+            page = f"{pages}/#/experiments/{result.experiment_id}/runs/{result.run_id}"
+            text = f"# {result.headline()}\n\n[the sweep in MLflow]({page}){compare}\n\n{markdown(result)}"
             show_artifact("sweep-links", hide(text), "This sweep in MLflow")
 
     def _folder(self, number: int) -> Path:
         return self.folder / RUNS / f"{number:03d}"
-
-
-def _with_threads(config: RunConfig, parallel: int) -> RunConfig:
-    """Runs that share the processor get a part of its cores each, unless the config says how many threads to use."""
-    if parallel == 1 or config.resources.num_threads is not None:
-        return config
-    threads = max(1, (os.cpu_count() or 1) // parallel)
-    return config.model_copy(update={"resources": config.resources.model_copy(update={"num_threads": threads})})
 
 
 @locked_flow(name="grpo-sweep", description="Many runs with different settings, compared on the held-out prompts.")

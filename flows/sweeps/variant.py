@@ -1,26 +1,77 @@
-"""One run of a sweep, in the process of process.py.
+"""One run of a sweep, and what it is made of: hashed and copied when the sweep starts, compared when the run begins.
 
 It is the pipeline up to the evaluation of the merged model, with the same steps and the same folders, so a step that another run
 has finished is skipped. Nothing is published: a sweep looks at the held-out prompts many times, and the best of many runs is
 partly luck. `grpo run` with the settings of the best one publishes it, and its tests decide.
 """
 
+import hashlib
+import json
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prefect import tags
 from prefect.states import Completed
 
-from flows.flow_run import open_flow_run
+from flows.flow_run import inputs_key, open_flow_run
+from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
-from flows.sweeps.plans import require_planned
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.operating.automations import PRUNED
 from grpo_tasks.processes.child import RESULT
-from schemas.errors import PrunedError, UserError
+from schemas.config.grid import Grid
+from schemas.config.rollout import references_in
+from schemas.errors import DamagedError, PrunedError, UserError
 from schemas.results.sweep import VariantEnd, VariantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run of a sweep is made of."""
+
+    key: str
+    """Content key of the run."""
+    copies: Path
+    """The user's own modules."""
+
+
+def plans_of(grid: Grid) -> dict[int, Plan]:
+    """What each run is made of. Data, model and modules are hashed and copied once for all runs that share them."""
+    shared: dict[str, tuple[str, Path]] = {}
+    plans = {}
+    for variant in grid.variants:
+        tree = variant.config.model_dump(mode="json", exclude={"tracking", "resources"})
+        own = [tree.pop("stages"), tree.pop("seed")]
+        # The modules that stages name are copied too.
+        text = json.dumps([tree, sorted(references_in(own))], sort_keys=True)
+        if text not in shared:
+            inputs = frozen_inputs(variant.config)
+            shared[text] = inputs_key(inputs), inputs.copies.folder
+        plans[variant.number] = Plan(_key(shared[text][0], own), shared[text][1])
+    return plans
+
+
+def require_planned(spec: VariantSpec) -> None:
+    """Compare the files of a run, when it begins, with those that its sweep has hashed.
+
+    Raises:
+        DamagedError: data or the base model have changed.
+    """
+    own = spec.config.model_dump(mode="json", include={"stages", "seed"})
+    if _key(inputs_key(frozen_inputs(spec.config, folder=spec.copies)), [own["stages"], own["seed"]]) != spec.key:
+        raise DamagedError(
+            "the data or the base model have changed since this sweep started",
+            place=f"run {spec.number} of the sweep",
+            fix="start the sweep again: runs whose inputs are the same are skipped",
+        )
+
+
+def _key(inputs: str, own: object) -> str:
+    return hashlib.sha256(json.dumps([inputs, own], sort_keys=True).encode()).hexdigest()
 
 
 def run_variant(spec: VariantSpec) -> None:
@@ -32,11 +83,7 @@ def run_variant(spec: VariantSpec) -> None:
 
 @locked_flow(name="grpo-sweep-run", description="One run of a sweep: the pipeline up to the evaluation of the merged model.")
 def variant_flow(spec: VariantSpec) -> Any:
-    """Every step before publication. Ends in the state Pruned when the other runs of the sweep do better.
-
-    Args:
-        spec: the run.
-    """
+    """Every step before publication. Ends in the state Pruned when the other runs of the sweep do better."""
     began, known = time.monotonic(), {"key": spec.key}
 
     def ended(**fields: Any) -> VariantEnd:

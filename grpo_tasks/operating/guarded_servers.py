@@ -26,7 +26,7 @@ from pathlib import Path
 
 from grpo_tasks.kit.request_guard import LOOPBACK, App, Message, Receive, SameOrigin, Send, further_hosts, has_password
 from grpo_tasks.operating.commands import WORKDIR
-from grpo_tasks.sweeping.grid import make_grid
+from schemas.config.grid import make_grid
 from schemas.config.load import PRESETS, form_faults, load_config
 from schemas.errors import ConfigError
 

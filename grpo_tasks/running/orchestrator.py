@@ -3,12 +3,14 @@
     inside a flow      Prefect's run logger, artifacts, task states and retries
     outside of a flow  the standard logger `grpo`; nobody can look at an artifact, so there is none
 
-A command for one step runs without a flow when no server is configured: Prefect's import and its temporary server take longer
-than the step, and the folder of the step is the truth anyway. So nothing here imports Prefect before a flow has done so.
+A command for one step runs without a flow when no server is configured, because Prefect's import and its temporary server take
+longer than the step. So nothing here imports Prefect before a flow has done so.
 """
 
 import logging
+import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from grpo_tasks.kit.lock import alone
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 log = logging.getLogger("grpo")
+CARDS = Path("/proc/driver/nvidia/gpus")
+"""Has an entry for each GPU of this machine."""
 
 
 def in_flow() -> bool:
@@ -96,31 +102,24 @@ def show_artifact(
     from prefect import artifacts
     from prefect.client.schemas.actions import ArtifactUpdate
 
+    create: Any = artifacts.create_progress_artifact if isinstance(data, float) else artifacts.create_table_artifact
+    if isinstance(data, str):
+        create = artifacts.create_markdown_artifact
     if known is None:
-        _creator(artifacts, data)(data, key=key, description=description)
+        create(data, key=key, description=description)
         return
     with suppress(Exception):  # see _set_running
         if key in known:
             with impatient_client() as client:
                 client.update_artifact(known[key], ArtifactUpdate(data=data, description=description))
         else:
-            known[key] = _creator(artifacts, data)(data, key=key, description=description)
-
-
-def _creator(artifacts: Any, data: object) -> Any:
-    if isinstance(data, str):
-        return artifacts.create_markdown_artifact
-    return artifacts.create_progress_artifact if isinstance(data, float) else artifacts.create_table_artifact
+            known[key] = create(data, key=key, description=description)
 
 
 def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
-    """Send an event to the event feed of the Prefect UI, where it can trigger an automation; outside of a flow nothing happens.
+    """Send an event about a resource to Prefect, where it can trigger an automation; outside of a flow nothing happens.
 
-    Args:
-        event: name of the event.
-        resource: id of what it happened to.
-        payload: what an automation can pass on.
-        event_id: Prefect ignores an event whose id it knows; without one the event is a new one.
+    Prefect ignores an event whose `event_id` it knows.
     """
     run = flow_run_id()
     if run is None:
@@ -136,11 +135,7 @@ def send_event(event: str, resource: str, payload: Mapping[str, object], *, even
 def locked(lock: Path, use: str, *, who: str, shared: bool = False) -> Iterator[None]:
     """Hold a lock (`kit.lock.alone`) while the block runs. Every list of runs says why a run waits for it.
 
-    Args:
-        lock: file of the lock.
-        use: what its holder does with it, for those who wait: `uses the same folder F`.
-        who: name of this holder outside of a flow.
-        shared: hold it together with others who share it.
+    `use`, such as `uses the same folder F`, is what its holder does with it; `who` names this holder outside of a flow.
     """
     waited = []
 
@@ -188,3 +183,41 @@ def impatient_client() -> "Iterator[SyncPrefectClient]":
 
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client({"timeout": 5.0}, sync_client=True) as client:
         yield client
+
+
+def slots_of(
+    resources: ResourcesConfig, rollout: RolloutConfig | None = None, *, trains: bool = False, has_cards: bool | None = None
+) -> list[str]:
+    """Names of the slots (slots.py) that a run holds: those of its GPUs and of its vLLM servers' GPUs, the one it names, or none
+    (CPU, shared, a stage on a cluster).
+
+    They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
+
+    Args:
+        resources: settings of the machine.
+        rollout: how the step samples, if it does.
+        trains: the slots are for a stage, which computes where `resources.cluster` says.
+        has_cards: whether this machine has GPUs; None: look.
+    """
+    # A cluster has its own accounting.
+    if resources.gpu_slot == "shared" or (trains and resources.cluster.engine == "ray"):
+        return []
+    if resources.gpu_slot != "auto":
+        return [resources.gpu_slot]
+    if has_cards is None:
+        has_cards = CARDS.exists()
+    if resources.device == "cpu" or not has_cards:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = max(resources.num_processes, len(list(CARDS.iterdir())) if CARDS.exists() else 0)
+    cards = visible.split(",") if visible else [str(card) for card in range(count)]
+    held = {*cards[: resources.num_processes]}
+    if rollout is not None and rollout.engine == "vllm":
+        vllm = rollout.vllm
+        # As rollout/vllm_server.py gives them out; that file needs torch.
+        if vllm.devices and not vllm.base_urls:
+            held |= {card.strip() for each in vllm.devices for card in each.split(",")}
+        elif not vllm.base_urls:
+            wanted = vllm.replicas * vllm.tensor_parallel_size
+            held |= {*(cards[:wanted] if vllm.replicas == 1 else cards[-wanted:])}
+    return sorted(f"gpu-{socket.gethostname()}-{card}" for card in held)

@@ -47,11 +47,7 @@ class PrefectServer:
         return answer
 
     def ask(self, path: str, body: object) -> Any:
-        """What the server answers to a POST.
-
-        Raises:
-            OrchestratorError: as `count_runs`.
-        """
+        """What the server answers to a POST; raises as `count_runs`."""
         for attempt in range(ATTEMPTS):
             time.sleep(attempt)
             try:
@@ -63,7 +59,15 @@ class PrefectServer:
             except Exception as error:
                 fault = _of_httpx(error)
                 if isinstance(fault, httpx.HTTPStatusError) and fault.response.status_code not in _STARTING:
-                    raise self._refused(fault.response.status_code) from error
+                    status = fault.response.status_code
+                    if status not in (401, 403):
+                        raise self._another(f"it answers {status}") from error
+                    raise OrchestratorError(
+                        f"the Prefect server refuses the login ({status})",
+                        place=self.place,
+                        fix="export PREFECT_API_AUTH_STRING=USER:PASSWORD for a server with a password, PREFECT_API_KEY for "
+                        "Prefect Cloud",
+                    ) from error
                 if isinstance(fault, ValueError | httpx.InvalidURL | httpx.UnsupportedProtocol):
                     raise self._another("it answers no JSON, as a login page or a proxy does") from error
                 if fault is None:
@@ -74,15 +78,6 @@ class PrefectServer:
             place=self.place,
             fix=f"start it (grpo up, or prefect server start), or {self.fix}: flows then use a temporary one",
         ) from last
-
-    def _refused(self, status: int) -> OrchestratorError:
-        if status not in (401, 403):
-            return self._another(f"it answers {status}")
-        return OrchestratorError(
-            f"the Prefect server refuses the login ({status})",
-            place=self.place,
-            fix="export PREFECT_API_AUTH_STRING=USER:PASSWORD for a server with a password, PREFECT_API_KEY for Prefect Cloud",
-        )
 
     def _another(self, why: str) -> OrchestratorError:
         return OrchestratorError(

@@ -36,11 +36,8 @@ RECENT = 20
 class StageProgress:
     """Follows the journal of a stage; a context manager around its training.
 
-    Args:
-        stage: every `logging_steps`-th update and the last one get a log line.
-        directory: where the journal and the events are written.
-        ship: sends new lines of the journal to the tracking server.
-        ship_every_s: seconds between two calls of `ship`; it is also called at the end.
+    Every `logging_steps`-th update and the last one get a log line. `ship` sends new lines of the journal to the tracking server,
+    every `ship_every_s` seconds and at the end.
     """
 
     def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float = 5.0) -> None:
@@ -84,7 +81,9 @@ class StageProgress:
         """A table of the first, the last and seven updates between them, in Markdown."""
         names = [name for name in PROGRESS if any(name in metrics for metrics in journal.steps.values()) or name == REWARD]
         steps = sorted({1, *(round(journal.last_step * eighth / 8) for eighth in range(1, 9))} & journal.steps.keys())
-        rows = [[str(step), *(_number(_latest(journal, name, step)) for name in names)] for step in steps]
+        # The value at an update, or the latest one before it: some metrics are not measured at every update.
+        latest = [[next(reversed(journal.window(name, last=step, size=step)), None) for name in names] for step in steps]
+        rows = [[str(step), *map(_number, values)] for step, values in zip(steps, latest, strict=True)]
         updates = table(["update", *names], rows, right=["update", *names])
         advice = (
             "The loss starts near 0 and may rise while the model improves: watch the reward."
@@ -103,21 +102,16 @@ class StageProgress:
 
     def now(self) -> str:
         """Progress in one line: `format: update 40/120, reward 1.234, kl 0.010, 3 min left`."""
-        step = self._recent[-1]["step"] if self._recent else 0
-        figures = [f"{short} {value:.3f}" for short, value in self._figures.items()]
-        return f"{self._stage.name}: " + ", ".join(filter(None, [f"update {step}{self._of()}", *figures, self._left()]))
-
-    def _left(self) -> str:
-        """The time that is left, judged by the last updates; empty when it is not known."""
-        percent = self.percent()
-        if len(self._recent) < 2 or percent in (0.0, 100.0):
-            return ""
-        first, last = self._recent[0], self._recent[-1]
-        pace_s = (last["timestamp_ms"] - first["timestamp_ms"]) / 1000 / (last["step"] - first["step"])
-        seconds = pace_s * last["step"] * (100 - percent) / percent
-        if seconds < 90:
-            return f"{seconds:.0f} s left"
-        return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+        step, percent = self._recent[-1]["step"] if self._recent else 0, self.percent()
+        parts = [f"update {step}{self._of()}", *(f"{short} {value:.3f}" for short, value in self._figures.items())]
+        # The time left is judged by the last updates.
+        if len(self._recent) > 1 and percent not in (0.0, 100.0):
+            first, last = self._recent[0], self._recent[-1]
+            pace_s = (last["timestamp_ms"] - first["timestamp_ms"]) / 1000 / (last["step"] - first["step"])
+            seconds = pace_s * last["step"] * (100 - percent) / percent
+            minutes = f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+            parts.append(f"{seconds:.0f} s left" if seconds < 90 else minutes)
+        return f"{self._stage.name}: {', '.join(parts)}"
 
     def _remember(self, lines: list[dict[str, Any]]) -> None:
         self._recent.extend(lines)
@@ -161,12 +155,6 @@ class StageProgress:
 def _figures(line: dict[str, Any]) -> str:
     metrics = line["metrics"]
     return " ".join(f"{short} {_number(metrics[name])}" for name, short in PROGRESS.items() if name in metrics)
-
-
-def _latest(journal: Journal, metric: str, step: int) -> float | None:
-    """The value at an update, or the latest one before it, because some metrics are not measured at every update."""
-    values = journal.window(metric, last=step, size=step)
-    return values[-1] if values else None
 
 
 def _number(value: float | None) -> str:

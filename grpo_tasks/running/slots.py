@@ -30,12 +30,13 @@ from prefect.variables import Variable
 
 from grpo_tasks.processes.lifetime import ProcessIdentity
 from grpo_tasks.running.orchestrator import show_running, show_waiting
-from grpo_tasks.running.slot_names import describe_slot
 
 LEASE_S = 60.0
 """Duration of a lease, the shortest that Prefect allows. The slot of a machine that vanishes is free after this."""
 RENEWAL_INTERVAL_S = 15.0
 RETRY_INTERVAL_S = 2.0
+RETRAINING = "retrain-"
+"""Prefix of the slot that a retraining of a registered model holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Holder:
     """The run that holds a slot, as recorded in a Prefect variable."""
 
     run: str
-    """Name of the run that a person or a schedule started."""
+    """Name of the run that was started: people know this one, not the subflow that holds the slot."""
     run_id: str
     lease_id: str
     host: str
@@ -96,8 +97,9 @@ def hold(slot: str) -> Iterator[None]:
 def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
     with suppress(ObjectAlreadyExists):
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=slot, limit=1, active=True))
-    started = _started_run(client)
-    reported = None
+    started, reported = flow_run.name or "", None
+    with suppress(ObjectNotFound, ValueError):
+        started = client.read_flow_run(UUID(str(flow_run.root_flow_run_id or flow_run.id))).name
     while (lease_id := _try_to_acquire(client, slot)) is None:
         other = _read_holder(slot)
         if other is not None and other.is_dead(client):
@@ -116,13 +118,6 @@ def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
     if reported is not None:
         show_running()
     return holder
-
-
-def _started_run(client: SyncPrefectClient) -> str:
-    """Name of the run that a person or a schedule started: people know this one, not the subflow that holds the slot."""
-    with suppress(ObjectNotFound, ValueError):
-        return client.read_flow_run(UUID(str(flow_run.root_flow_run_id or flow_run.id))).name
-    return flow_run.name or ""
 
 
 def _try_to_acquire(client: SyncPrefectClient, slot: str) -> str | None:
@@ -161,6 +156,15 @@ def _release(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
     except (httpx.HTTPStatusError, ObjectNotFound):
         # The server was restarted: it has forgotten the lease but still counts the slot as held.
         client.update_global_concurrency_limit(slot, GlobalConcurrencyLimitUpdate(active_slots=0))
+
+
+def describe_slot(slot: str) -> str:
+    """A slot in words: `card 0 of HOST`, `the retraining of NAME`, or its name."""
+    if card := re.fullmatch(r"gpu-(.+)-([^-]+)", slot):
+        return f"card {card[2]} of {card[1]}"
+    if slot.startswith(RETRAINING):
+        return f"the retraining of {slot.removeprefix(RETRAINING)}"
+    return f"the slot {slot}"
 
 
 def _read_holder(slot: str) -> Holder | None:

@@ -29,8 +29,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from grpo_tasks.content.hashes import find_changes, take_manifest
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact
-from grpo_tasks.running.slot_names import slots_of
+from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact, slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import view

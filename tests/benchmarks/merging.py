@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from grpo_tasks.data.table import read_chats
-from grpo_tasks.library.steps import load_data, merge, train_stage
+from grpo_tasks.library import load_data, merge, train_stage
 from grpo_tasks.policy.change import complete, distance, kept, record, weight_shares
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer

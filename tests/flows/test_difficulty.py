@@ -6,7 +6,8 @@ import polars as pl
 import pytest
 
 from flows import one_step
-from flows.cli.show import describe_difficulty, out, show_plan
+from flows.cli.run import describe_difficulty, show_plan
+from flows.cli.show import out
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.steps.measure_difficulty import measure_difficulty
 from schemas.config.load import load_config

@@ -99,7 +99,7 @@ def test_a_command_that_changes_the_champion_sends_the_event_for_automations(pre
         (tmp_path / FOLDER / ADDRESSES).write_text(json.dumps(addresses))
     else:
         environment |= {"PREFECT_API_URL": prefect_api}
-    code = f"from flows.cli.notify import tell_prefect; tell_prefect('grpo.champion.changed', '{resource}', 'rolled back')"
+    code = f"from flows.cli.models import tell_prefect; tell_prefect('grpo.champion.changed', '{resource}', 'rolled back')"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)
     wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}, "resource": {"id": [resource]}}}
     deadline = time.monotonic() + 120

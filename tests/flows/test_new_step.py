@@ -51,7 +51,7 @@ def count_words(work: Work, config: RunConfig, data: DataReport) -> WordCounts:
 '''
 LINE = "    count_words(run, config, data)\n"
 LIBRARY = """
-from grpo_tasks.library.steps import load_data, make
+from grpo_tasks.library import load_data, make
 from grpo_tasks.steps.count_words import count_words
 from schemas.config.load import load_config
 

@@ -122,5 +122,5 @@ def test_every_flow_that_can_be_deployed_locks_its_temporary_server():
 
     flows = [import_object(deployment.flow) for deployment in deployments()]
     assert len(flows) > 10
-    for flow in [*flows, import_object("flows.reproduce.reproduce_flow")]:
+    for flow in [*flows, import_object("flows.retrain.reproduce_flow")]:
         assert type(flow).__call__ is not Flow.__call__, flow.name

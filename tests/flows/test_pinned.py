@@ -10,8 +10,8 @@ from flows.flow_run import pipeline_key
 from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_local_model, with_pinned_model
 from flows.sweeps.flow import pinned
-from flows.sweeps.plans import plans_of
-from grpo_tasks.sweeping.grid import make_grid
+from flows.sweeps.variant import plans_of
+from schemas.config.grid import make_grid
 from schemas.config.load import load_config
 from schemas.errors import ConfigError
 from tests.flows.place import SMALL

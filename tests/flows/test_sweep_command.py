@@ -1,5 +1,6 @@
 """`grpo sweep` before anything runs: the grid with its cost, and what is refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from flows.sweeps.command import forecast
+from schemas.config.grid import make_grid
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE = "stages.0.learning_rate"
@@ -56,3 +59,27 @@ def test_a_dry_run_and_a_refusal_import_nothing_heavy():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+OVER = ["stages.0.learning_rate=1e-5,5e-6", "stages.1.num_generations=4,8"]
+
+
+def test_stages_that_runs_share_are_counted_once(tmp_path):
+    [cost, _] = forecast(make_grid("demo", [], OVER, seeds=2).variants, tmp_path)
+    # Two learning rates and two seeds for the first stage of 100 updates; each goes on with two group sizes for 150 updates.
+    updates = 4 * 100 + 8 * 150
+    assert f"8 runs, 12 stages to train (4 more are shared): at most {updates:,} updates with {64 * updates:,} c" in cost
+
+
+def test_the_duration_is_that_of_earlier_runs_here(tmp_path):
+    journal = tmp_path / "train_stage" / "format-1" / "metrics.jsonl"
+    journal.parent.mkdir(parents=True)
+    lines = [{"step": step, "metrics": {"step_time": seconds}} for step, seconds in enumerate((9.0, 0.5, 0.5), start=1)]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # 0.5 s for each of 2 x 100 + 4 x 150 updates.
+    assert forecast(make_grid("demo", [], OVER, seeds=1).variants, tmp_path)[-1].startswith("about 7 min")
+
+
+def test_a_stage_in_epochs_says_that_its_length_depends_on_the_data(tmp_path):
+    made = make_grid("demo", ["stages.1.max_steps=null", "stages.1.num_train_epochs=1"], OVER, seeds=1)
+    assert "depends on the data" in forecast(made.variants, tmp_path)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_tasks.library import steps
+from grpo_tasks import library
 from tests.library.test_steps import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def lines(code):
 
 def test_page_module_and_example_have_the_same_lines():
     page = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text().partition("## Library")[2], re.DOTALL)[1]
-    block = steps.__doc__.partition("    from grpo_tasks")
+    block = library.__doc__.partition("    from grpo_tasks")
     module = textwrap.dedent(f"    from grpo_tasks{block[2]}".partition("\n\nEach function")[0])
     assert lines(page) == lines(module) == lines(EXAMPLE.read_text())
 

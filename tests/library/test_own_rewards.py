@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_tasks.library.own_rewards import add_rewards
+from grpo_tasks.library import add_rewards
 from grpo_tasks.rewards.registry import load_function
 from grpo_tasks.running.key import content_key
 from schemas.config.completion import CompletionConfig
@@ -97,7 +97,7 @@ import math
 import sys
 from pathlib import Path
 
-from grpo_tasks.library.own_rewards import add_rewards
+from grpo_tasks.library import add_rewards
 from grpo_tasks.running.key import content_key
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError

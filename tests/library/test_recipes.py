@@ -8,7 +8,7 @@ import json
 import polars as pl
 import pytest
 
-from grpo_tasks.library.steps import load_data, train_stage
+from grpo_tasks.library import load_data, train_stage
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config.load import check_config
 from tests.rollout.conftest import widened  # noqa: F401 - a fixture

@@ -1,4 +1,4 @@
-"""The engine in a script of one's own: the ten lines of grpo_tasks/library/steps.py, without Prefect and MLflow."""
+"""The engine in a script of one's own: the ten lines of grpo_tasks/library.py, without Prefect and MLflow."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import polars as pl
 import pytest
 
-from grpo_tasks.library.steps import base_model, load_data, measure_difficulty, train_stage
+from grpo_tasks.library import base_model, load_data, measure_difficulty, train_stage
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, DataError
 
@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 SCRIPT = f"""
 import json, re, sys
-from grpo_tasks.library.steps import evaluate, generate, load_data, merge, train_stage
+from grpo_tasks.library import evaluate, generate, load_data, merge, train_stage
 from schemas.config.load import load_config
 
 LONGEST = 80

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.library.questions import ask
-from grpo_tasks.library.steps import base_model, evaluate, generate, load_data, merge
+from grpo_tasks.library import base_model, completions_of, evaluate, generate, load_data, merge
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.tracking.served.chat_model import ServedModel
@@ -74,7 +73,7 @@ def test_every_prompt_of_a_run_shows_the_same_tools(config):
 @pytest.mark.ci
 def test_questions_and_evaluations_are_played_with_the_tools(config):
     data, model = load_data(config, "work/data"), base_model(config)
-    asked = [one for each in ask(config, model, QUESTIONS, num_samples=4, temperature=1.0) for one in each]
+    asked = [one for each in completions_of(config, model, QUESTIONS, num_samples=4, temperature=1.0) for one in each]
     assert all('"name": "add"' in AutoTokenizer.from_pretrained(model.path).decode(one.conversation.prompt_ids) for one in asked)
     said = {message["content"] for one in asked for turn in one.conversation.turns for message in turn.answers}
     assert "3" in said or "50" in said

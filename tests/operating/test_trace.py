@@ -5,7 +5,8 @@ import json
 import polars as pl
 import pytest
 
-from flows.cli.show import out, show_trace
+from flows.cli.inspection import show_trace
+from flows.cli.show import out
 from grpo_tasks.operating.trace import trace_row
 from schemas.errors import DamagedError, UserError
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from flows.cli.show import out, show_comparison
+from flows.cli.models import show_comparison
+from flows.cli.show import out
 from grpo_tasks.reporting.compare import compare_runs, write_comparison
 from grpo_tasks.tracking.past_runs import PastRun
 from schemas.metrics import KL, REWARD

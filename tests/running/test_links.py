@@ -1,10 +1,12 @@
 """Links from a flow run to MLflow, and the artifacts that a run shows while it runs, on a real Prefect server."""
 
+from types import SimpleNamespace
+
 import pytest
 from prefect import flow
 
+from flows.flow_run import FlowRun, mlflow_pages
 from grpo_tasks.running import orchestrator
-from grpo_tasks.running.links import mlflow_pages, show_links
 from tests.flows.place import ask
 
 pytestmark = pytest.mark.xdist_group("running")
@@ -22,9 +24,10 @@ def shown(server, run_name):
 def test_a_run_links_to_its_mlflow_run_its_report_and_its_version(server):
     @flow(flow_run_name="links", persist_result=False)
     def linked():
-        pages, known = mlflow_pages(f"{UI}/", "7", "abc"), {}
-        show_links(pages, known)
-        show_links(pages, known, report=True, version=("my model", "3"))
+        tracked = SimpleNamespace(store=SimpleNamespace(uri=f"{UI}/"), experiment_id="7", run_id="abc")
+        run = FlowRun(tracked, None, None, fresh=False, flow_run_id=None)
+        run.show_links()
+        run.show_links(SimpleNamespace(model_name="my model", model_version="3"), report=True)
 
     linked()
     text = shown(server, "links")["links"]["data"]
@@ -35,10 +38,10 @@ def test_a_run_links_to_its_mlflow_run_its_report_and_its_version(server):
 
 
 def test_links_use_the_address_for_browsers_and_no_password(monkeypatch):
-    assert mlflow_pages("sqlite:///mlflow.db", "7", "abc") is None
-    assert "secret" not in mlflow_pages("http://me:secret@mlflow:5000", "7", "abc").run
+    assert mlflow_pages("sqlite:///mlflow.db") == ""
+    assert mlflow_pages("http://me:secret@mlflow:5000") == "http://me:***@mlflow:5000"
     monkeypatch.setenv("GRPO_MLFLOW_URL", "https://mlflow.example.org/")
-    assert mlflow_pages("http://mlflow:5000", "7", "abc").run == "https://mlflow.example.org/#/experiments/7/runs/abc"
+    assert mlflow_pages("http://mlflow:5000") == "https://mlflow.example.org"
 
 
 @pytest.mark.long

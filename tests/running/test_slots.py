@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from grpo_tasks.running.slot_names import describe_slot, slots_of
-from grpo_tasks.running.slots import hold
+from grpo_tasks.running.orchestrator import slots_of
+from grpo_tasks.running.slots import describe_slot, hold
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 

@@ -14,7 +14,7 @@ PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if le
 """What a name of a family consists of: `rewards/` and `/mean`."""
 ENVIRONMENTS = ("serve", "forms", "texts")
 OTHER_MEANINGS: dict[str, set[str]] = {
-    "flows/cli/show.py": {"reward"},  # a column of the completions
+    "flows/cli/inspection.py": {"reward"},  # a column of the completions
     "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
     "grpo_tasks/lab/probe_set.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/serve.py": {"reward"},  # what an environment gave

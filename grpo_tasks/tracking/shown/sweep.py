@@ -4,27 +4,34 @@
       learning_rate 1e-5, seed 42    (a run of the pipeline, with its stages as children)
       learning_rate 5e-6, seed 42
 
-MLflow's page that compares runs draws parallel coordinates. The description links to it with the runs that have figures.
+MLflow's page that compares runs draws parallel coordinates; the description links to it. The table is there
+for people (Markdown) and for spreadsheets (CSV).
 """
 
 import json
 import time
+from collections.abc import Sequence
 from datetime import datetime
+from statistics import mean
 from urllib.parse import quote
 
-from grpo_tasks.content.markdown import code
-from grpo_tasks.sweeping.grid import Grid
-from grpo_tasks.sweeping.table import csv, markdown
+import polars as pl
+
+from grpo_tasks.content.markdown import code, table
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.runs import KEY_TAG, find_or_create
 from grpo_tasks.tracking.shown.headline import NOTE, NOTE_CHARS, merged_figures, origin_tags, run_title
 from grpo_tasks.tracking.store import open_store
+from schemas.config.grid import Grid
+from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD, figure_text
 from schemas.results.sweep import SweepLine, SweepResult
 
 TABLE = "sweep/runs.csv"
 REPORT = "sweep/runs.md"
 ENDED = "grpo.ended"
 """Tag of a run of a sweep: `finished`, or why it ended before."""
+FIGURES = (ACCURACY, FORMAT_RATE, REWARD)
+"""Held-out figures of the merged model that the table shows, with their intervals."""
 
 
 class SweepRun:
@@ -45,7 +52,7 @@ class SweepRun:
 
     def show(self, result: SweepResult) -> None:
         """Replace the table, the description and the figures of the best run."""
-        self.handle.text(csv(result), TABLE)
+        self.handle.text(_csv(result), TABLE)
         self.handle.text(markdown(result), REPORT)
         self.handle.tags({NOTE: self._note(result)} | self._flow)
         best = result.best
@@ -92,3 +99,69 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
     if len(run_ids) < 2:
         return ""
     return f"#/compare-runs?runs={quote(json.dumps(run_ids))}&experiments={quote(json.dumps([experiment_id]))}"
+
+
+def cells(line: SweepLine) -> dict[str, str]:
+    """One run as texts by column: what differs, what came out, how long it took, how it ended."""
+    row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed)}, line.end
+    for name in FIGURES:
+        found = end.figures.get(name) if end is not None else None
+        text = ""
+        if found is not None:
+            low, high = (figure_text(name, bound).removesuffix(" %") for bound in (found.low, found.high))
+            text = f"{figure_text(name, found.value)} [{low}, {high}]"
+        row[name.replace("_", " ")] = text
+    row["time"] = f"{end.seconds:.0f} s" if end is not None else ""
+    row["ended"] = "" if end is None else end.state if end.state == "finished" else f"{end.state}: {end.reason}"
+    return row
+
+
+def markdown(result: SweepResult) -> str:
+    """All runs, and the means of each combination where there are several seeds."""
+    rows = [cells(line) for line in result.lines]
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    varied, best = list(result.lines[0].settings), result.best
+    for row in rows:
+        row |= {name: code(row[name]) for name in varied}
+        if best is not None and row["run"] == str(best.number):
+            row["run"] = f"**{row['run']}**"
+    parts = [table(columns, [[row[name] for name in columns] for row in rows], right=["run", "time"])]
+    groups: dict[tuple[str, ...], list[SweepLine]] = {}
+    for line in result.lines:
+        groups.setdefault(tuple(line.settings.values()), []).append(line)
+    if len(groups) < len(result.lines):
+        parts += ["Mean over the seeds that finished:", _means(groups, varied)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _means(groups: dict[tuple[str, ...], list[SweepLine]], paths: Sequence[str]) -> str:
+    """A line for each combination: how many of its seeds finished, and the means of their figures."""
+
+    def values_of(lines: Sequence[SweepLine], name: str) -> list[float]:
+        return [line.end.figures[name].value for line in lines if line.end is not None and name in line.end.figures]
+
+    names = [name for name in FIGURES if any(values_of(lines, name) for lines in groups.values())]
+    rows = []
+    for values, lines in groups.items():
+        figures = [values_of(lines, name) for name in names]
+        finished = sum(line.end is not None and line.end.state == "finished" for line in lines)
+        shown = [figure_text(name, mean(found)) if found else "" for name, found in zip(names, figures, strict=True)]
+        rows.append([*map(code, values), f"{finished} of {len(lines)}", *shown])
+    return table([*paths, "finished", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _csv(result: SweepResult) -> str:
+    """All runs with plain numbers: a column for each setting, figure, bound, time and ending."""
+    rows = []
+    for line in result.lines:
+        end = line.end
+        row: dict[str, object] = {"run": line.number, **line.settings, "seed": line.seed}
+        for name in FIGURES:
+            found = end.figures.get(name) if end is not None else None
+            for part in ("value", "low", "high"):
+                row[name if part == "value" else f"{name} {part}"] = getattr(found, part) if found is not None else None
+        row["seconds"] = round(end.seconds, 1) if end is not None else None
+        row |= {"ended": end.state if end is not None else "", "reason": end.reason if end is not None else ""}
+        row["mlflow run"] = end.run_id if end is not None else ""
+        rows.append(row)
+    return pl.DataFrame(rows, infer_schema_length=None).write_csv()

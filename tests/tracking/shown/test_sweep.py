@@ -9,11 +9,11 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from grpo_tasks.sweeping.grid import make_grid
 from grpo_tasks.tracking.past_runs import recent_runs
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
 from grpo_tasks.tracking.shown.headline import NOTE
 from grpo_tasks.tracking.shown.sweep import ENDED, SweepRun, compare_link
+from schemas.config.grid import make_grid
 from schemas.errors import PrunedError
 from schemas.results.evaluation import Interval
 from schemas.results.sweep import SweepLine, SweepResult, VariantEnd

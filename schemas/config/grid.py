@@ -3,15 +3,14 @@
     --over stages.0.learning_rate=1e-5,5e-6 --over stages.1.num_generations=4,8 --seeds 3   ->   2 x 2 x 3 configs
 
 Every fault of every value is reported at once, before anything runs. A value is YAML, as for `--set`; commas inside brackets,
-braces and quotes belong to the value. All combinations of the first seed come first, so that the others have something to be
-compared with early.
+braces and quotes belong to it. All combinations of the first seed come first: they are what the others are compared with.
 """
 
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, shorten
 
 MAX_RUNS = 1_000
-"""Most runs of a sweep."""
 NO_EFFECT = ("name", "tracking", "resources", "promotion")
 """Settings that change neither a trained model nor its evaluation."""
 EVALUATIONS = 4
@@ -104,7 +102,6 @@ class Grid:
     overrides: tuple[str, ...]
     """Settings of every run, with the evaluations that the sweep added."""
     added: tuple[str, ...]
-    """Those that the sweep added."""
     axes: list[Axis]
     seeds: int
     base: RunConfig
@@ -136,16 +133,17 @@ def make_grid(source: str, overrides: Sequence[str], over: Sequence[str], *, see
     given = [*overrides, *added]
     for axis in axes:
         for value in axis.values:
-            fault = _fault(source, [*given, f"{axis.path}={value}"])
-            faults += [f"--over {axis.path}={shorten(value, _SHOWN)}: {fault}"] if fault else []
+            try:
+                load_config(source, [*given, f"{axis.path}={value}"])
+            except ConfigError as error:
+                message, fix = error.message.replace("\n", "; "), f"; fix: {error.fix}" if error.fix else ""
+                faults.append(f"--over {axis.path}={shorten(value, _SHOWN)}: {message}{fix}")
     if faults:
         raise ConfigError("\n".join(faults), place="--over", fix="correct these values; grpo fields lists the settings")
     runs = seeds * math.prod(len(axis.values) for axis in axes)
     if runs > MAX_RUNS:
         raise ConfigError(f"the grid has {runs:,} runs; {MAX_RUNS:,} is the limit", place="--over", fix="name fewer values")
-    variants = tuple(_variants(source, given, axes, seeds, base.seed))
-    _require_differences(variants)
-    return Grid(source, tuple(given), tuple(added), axes, seeds, base, variants)
+    return Grid(source, tuple(given), tuple(added), axes, seeds, base, _variants(source, given, axes, seeds, base.seed))
 
 
 def _axes(over: Sequence[str], seeds: int) -> tuple[list[Axis], list[str]]:
@@ -188,43 +186,25 @@ def _evaluations(base: RunConfig, axes: Sequence[Axis]) -> list[str]:
     return added
 
 
-def _fault(source: str, overrides: list[str]) -> str:
-    """What is wrong with a config, on one line; empty if nothing is."""
-    try:
-        load_config(source, overrides)
-    except ConfigError as error:
-        parts = [error.message.replace("\n", "; "), f"fix: {error.fix}" if error.fix else ""]
-        return "; ".join(part for part in parts if part)
-    return ""
-
-
-def _variants(source: str, given: list[str], axes: Sequence[Axis], seeds: int, first_seed: int) -> Iterator[Variant]:
-    names, faults = short_names([axis.path for axis in axes]), []
+def _variants(source: str, given: list[str], axes: Sequence[Axis], seeds: int, first_seed: int) -> tuple[Variant, ...]:
+    names, faults, variants = short_names([axis.path for axis in axes]), [], []
     combinations = itertools.product(range(first_seed, first_seed + seeds), *(axis.values for axis in axes))
     for number, (seed, *values) in enumerate(combinations, start=1):
         settings = {axis.path: str(value) for axis, value in zip(axes, values, strict=True)}
         sets = [f"{path}={value}" for path, value in settings.items()]
+        labels = [f"{names[path]} {value}" for path, value in settings.items()]
         # A seed that is an axis of its own stays.
-        sets += [] if "seed" in settings else [f"seed={seed}"]
-        label = ", ".join([f"{names[path]} {value}" for path, value in settings.items()])
-        label = label if "seed" in settings else ", ".join(filter(None, [label, f"seed {seed}"]))
+        if "seed" not in settings:
+            sets.append(f"seed={seed}")
+            labels.append(f"seed {seed}")
         try:
-            yield Variant(number, settings, label, load_config(source, [*given, *sets]))
+            variants.append(Variant(number, settings, ", ".join(labels), load_config(source, [*given, *sets])))
         except ConfigError as error:
-            faults.append(f"{label}: {error.message}")
+            faults.append(f"{', '.join(labels)}: {error.message}")
     if faults:
         raise ConfigError(
             "\n".join(faults), place="--over", fix="each value is valid alone; leave out the values that exclude each other"
         )
-
-
-def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """The last part of each path, or the whole path where two paths end alike."""
-    lasts = [path.rpartition(".")[2] for path in paths]
-    return {path: last if lasts.count(last) == 1 else path for path, last in zip(paths, lasts, strict=True)}
-
-
-def _require_differences(variants: Sequence[Variant]) -> None:
     seen: dict[str, Variant] = {}
     for variant in variants:
         content = _digest(variant.config.model_dump(mode="json", exclude=set(NO_EFFECT)))
@@ -235,6 +215,13 @@ def _require_differences(variants: Sequence[Variant]) -> None:
                 fix="leave out a value that means the same as another",
             )
         seen[content] = variant
+    return tuple(variants)
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """The last part of each path, or the whole path where two paths end alike."""
+    lasts = [path.rpartition(".")[2] for path in paths]
+    return {path: last if lasts.count(last) == 1 else path for path, last in zip(paths, lasts, strict=True)}
 
 
 def _digest(value: Any) -> str:

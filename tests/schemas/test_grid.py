@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.sweeping.grid import MAX_RUNS, Axis, make_grid
+from schemas.config.grid import MAX_RUNS, Axis, make_grid
 from schemas.errors import ConfigError
 from schemas.results.sweep import VariantSpec
 

@@ -1,1 +1,0 @@
-"""Sweeps: the grid of runs, what it costs, and its table."""
