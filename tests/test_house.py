@@ -217,7 +217,7 @@ SLEEPS_ELSEWHERE = {
     "grpo_tasks/cluster/servers.py": "the same",
     "grpo_tasks/cluster/stage.py": "the same",
     "grpo_tasks/grpo/sampler.py": "a thread that adds servers as long as the stage runs",
-    "grpo_tasks/judging/limits.py": "a turn comes when another process has given it back",
+    "grpo_tasks/judging/store.py": "a turn comes when another process has given it back",
     "grpo_tasks/operating/supervision.py": "the supervisor of the stack starts again what ends",
     "grpo_tasks/running/prefect_server.py": "a server that starts may need several requests",
     "grpo_tasks/running/slots.py": "Prefect tells nobody that a slot is free",

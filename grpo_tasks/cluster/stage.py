@@ -34,7 +34,7 @@ from grpo_tasks.cluster.placement import Demand, Reservation, ReservationConflic
 from grpo_tasks.cluster.servers import ClusterServers, ServerAddress
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.modules import own_sources
-from grpo_tasks.judging.limits import LOCAL_RANKS
+from grpo_tasks.judging.store import LOCAL_RANKS
 from grpo_tasks.processes.child import run_child
 from grpo_tasks.stage.checkpoint import is_intact
 from grpo_tasks.stage.journal import Events, Journal

@@ -118,7 +118,7 @@ def read_turn(
         first = _markers(tuple(reasoning), False).search(text)
         start = first.end() if first and first[0].startswith("</") else 0
     if call_format != "hermes":
-        turn = _alone(text, start, reasoning, tools)
+        turn = _bare(text, start, reasoning, tools)
         if turn.calls or call_format == "llama":
             return turn
     return _tagged(text, start, reasoning)
@@ -197,7 +197,7 @@ def _tagged_call(text: str, start: int) -> tuple[Call, int]:
     return Call(error=error), end + len(CLOSE) if text.startswith(CLOSE, end) else end
 
 
-def _alone(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> ParsedTurn:
+def _bare(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> ParsedTurn:
     at = _skip(text, start)
     openings = {f"<{tag}>": tag for tag in reasoning}
     while opening := next((mark for mark in openings if text.startswith(mark, at)), None):

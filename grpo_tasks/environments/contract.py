@@ -6,7 +6,7 @@
 
 Tools are an environment too: its step executes the calls of a turn and answers each as a message of the role `tool`. A turn
 without a call ends the conversation. A fault of a tool is an answer of the tool. A fault of an environment ends the conversation
-with `error`, and the conversation never gains by it (rewards/totals.py `charge_faults`).
+with `error`, and the conversation never gains by it (rewards/suite.py `charge_faults`).
 """
 
 from collections.abc import Mapping, Sequence

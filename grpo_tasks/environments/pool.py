@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, call_format_of, read_turn, spoken
 from grpo_tasks.environments.contract import Message, Observation, Opening
-from grpo_tasks.environments.texts import MAX_MESSAGES
+from grpo_tasks.environments.forms import MAX_MESSAGES
 from grpo_tasks.environments.worker import (
     BASE_BYTES,
     MAX_OPENING_BYTES,

@@ -18,16 +18,21 @@ from typing import Any
 
 import numpy
 
-from grpo_tasks.environments.forms import call_reset, close, import_all, is_ours, public_tools, takes_calls
-from grpo_tasks.environments.texts import (
+from grpo_tasks.environments.forms import (
     MAX_INFO_CHARS,
     ShapeError,
     as_text,
+    call_reset,
+    close,
+    cut,
     describe,
-    failure,
+    import_all,
+    is_ours,
+    public_tools,
     read_opening,
     read_reward,
     read_step,
+    takes_calls,
 )
 from grpo_tasks.processes.worker_main import answer_requests, awaited
 from schemas.config.rollout import InteractionConfig
@@ -105,7 +110,8 @@ class Conversations:
             text = as_text(awaited(played.tools[name](**request["arguments"])), self._limit)
         except FAULTS as error:
             _print(error)
-            text = failure(error, self._limit)
+            # As TRL has it.
+            text = json.dumps({"error": cut(describe(error), self._limit)}, ensure_ascii=False)
         return {"text": text, "state": self._state(played.instance)}
 
     @blames("step")
@@ -163,7 +169,6 @@ class Conversations:
 
 
 def _print(error: BaseException) -> None:
-    """The traceback goes to the log."""
     with suppress(Exception):
         traceback.print_exception(error, file=sys.stderr)
 

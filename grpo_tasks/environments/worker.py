@@ -1,7 +1,4 @@
-"""The process that tools and environments run in, seen from the parent: how it is asked, and which replies are accepted.
-
-EnvironmentWorker.ask  --JSON-->  serve.py (a WorkerProcess, output to the log)  --JSON-->  Opened | Answered | ... | Lost
-"""
+"""The process that tools and environments run in, seen from the parent: how it is asked, and which replies are accepted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from grpo_tasks.environments.texts import MAX_MESSAGES
+from grpo_tasks.environments.forms import MAX_MESSAGES
 from grpo_tasks.processes.worker_process import MalformedReplyError, Reply, ReportedError, Shape, WorkerFault, WorkerProcess
 from schemas.config.rollout import InteractionConfig
 from schemas.errors import UserError
@@ -115,13 +112,10 @@ class EnvironmentWorker(WorkerProcess):
         """How many processes it has had. An environment lives in one of them."""
 
     def load(self, *, with_schemas: bool) -> list[dict[str, Any]]:
-        """Start the process unless it runs, and import what the configuration names.
+        """Start the process unless it runs, and import what the configuration names; UserError: that fails, or ends it.
 
         Returns:
             The schemas of the tools if they are wanted and the process was started.
-
-        Raises:
-            UserError: something cannot be imported, or ends the process.
         """
         # What ended it between two calls, such as a thread, is not the fault of the next conversation.
         if self.link is not None and not self.link.has_ended() and not self.link.has_unread_bytes():
@@ -146,7 +140,7 @@ class EnvironmentWorker(WorkerProcess):
         return [dict(one) for one in loaded.schemas]
 
     def ask(self, what: str, message: Mapping[str, Any], shape: type[Shape], max_bytes: int) -> Shape | Lost:
-        """Send a request to the process and wait for its reply, of this shape and at most as many bytes."""
+        """The reply of the process to a request, of this shape and at most as many bytes."""
         label = f"{message.get('name', what)} in conversation {message.get('conversation', '')}".strip()
         return self._ask(what, message, shape, self.config.timeout_s, max_bytes, label.replace("\n", " ")[:200])
 

@@ -3,7 +3,7 @@
     samples with the column solved  --measured_rates--> PassRates (schemas/tables.py)
     a column of the user's data     --column_rates----> PassRates, without samples or intervals
 
-Calls no reward function: whether a completion is solved is decided before (grpo_tasks/rewards/totals.py). Nor does it choose
+Calls no reward function: whether a completion is solved is decided before (grpo_tasks/rewards/suite.py). Nor does it choose
 prompts: grpo_tasks/stage/kept_prompts.py does.
 """
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_tasks.rewards.totals import total_scores
+from grpo_tasks.rewards.suite import total_scores
 from schemas.config.stage import StageConfig
 
 TIE = 1e-6

@@ -8,8 +8,7 @@ import numpy as np
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.rewards.contract import batch_of
-from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rewards.totals import charge_faults, total_scores
+from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, total_scores
 from grpo_tasks.rollout.conversations.play import Player, Start
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 from schemas.prompts import PromptRow

@@ -17,7 +17,7 @@ from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.rewards.totals import mean_total, total_scores
+from grpo_tasks.rewards.suite import mean_total, total_scores
 from grpo_tasks.rollout.engine import Completion, conversation_column
 from schemas import metrics as metric
 

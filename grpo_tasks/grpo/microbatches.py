@@ -19,7 +19,7 @@ from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
-from grpo_tasks.rewards.totals import solved
+from grpo_tasks.rewards.suite import solved
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 

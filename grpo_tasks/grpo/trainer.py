@@ -29,8 +29,7 @@ from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
-from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rewards.totals import stage_weights
+from grpo_tasks.rewards.suite import RewardSuite, stage_weights
 from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from grpo_tasks.judging.frame import Question
-from grpo_tasks.judging.limits import JudgeLimits
+from grpo_tasks.judging.store import JudgeLimits
 from grpo_tasks.kit.share import Pool
 from schemas.config.rewards import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError, ServerGoneError
@@ -41,7 +41,7 @@ _SHOWN = 300
 
 @dataclass(slots=True)
 class JudgeAddress:
-    """One address, up to and including /v1."""
+    """One address, up to and including /v1, as kit/share.py wants to know it."""
 
     address: str
     own: bool = False
@@ -49,7 +49,7 @@ class JudgeAddress:
 
 @dataclass(frozen=True, slots=True)
 class EndpointReply:
-    """An answer of the endpoint."""
+    """What the judge says, and the tokens that count."""
 
     text: str
     prompt_tokens: int
@@ -82,8 +82,20 @@ class JudgeClient:
                 place=", ".join(self.judge.base_urls),
                 fix="start the same command again when it is back: the stage resumes, and verdicts so far are in judge.cache",
             ) from fault
-        # Nobody charges for a refused request.
-        return self._reply(answer, question) if answer.is_success else EndpointReply("", 0, 0)
+        if not answer.is_success:
+            # Nobody charges for a refused request.
+            return EndpointReply("", 0, 0)
+        text, usage = "", None
+        # The caller counts anything else as a malformed verdict.
+        with suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
+            found = answer.json()
+            usage = found.get("usage")
+            text = found["choices"][0]["message"]["content"]
+        text = text if isinstance(text, str) else ""
+        counts = usage if isinstance(usage, dict) else {}
+        # An endpoint that does not count is not free.
+        prompt_tokens = _count(counts, "prompt_tokens") or _prompt_tokens(question)
+        return EndpointReply(text, prompt_tokens, _count(counts, "completion_tokens") or _tokens(text))
 
     def expected_cost(self, question: Question) -> float:
         """The most that a request should cost: all tokens that a verdict may have."""
@@ -98,12 +110,7 @@ class JudgeClient:
         self._http.close()
 
     def _post(self, address: str, question: Question, vote: int) -> httpx.Response:
-        """The answer of a server, also one that finds the question too long.
-
-        Raises:
-            ServerGoneError: there is none for now.
-            RewardError: the server refuses the request.
-        """
+        """The answer of a server, also one that finds the question too long; ServerGoneError: there is none for now."""
         self.limits.pace()
         url = f"{address}/chat/completions"
         try:
@@ -127,11 +134,7 @@ class JudgeClient:
         raise fault
 
     def _received(self, url: str, question: Question, vote: int) -> httpx.Response:
-        """The complete response, or its first MAX_REPLY_BYTES.
-
-        Raises:
-            httpx.HTTPError: there is none within `request_timeout_s`.
-        """
+        """The complete response, or its first MAX_REPLY_BYTES; httpx.HTTPError: there is none within `request_timeout_s`."""
         judge, name = self.judge, self.judge.api_key_variable
         headers = {}
         if name is not None:
@@ -159,21 +162,6 @@ class JudgeClient:
                     break
         kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content))
-
-    def _reply(self, answer: httpx.Response, question: Question) -> EndpointReply:
-        text, usage = "", None
-        try:
-            found = answer.json()
-            usage = found.get("usage")
-            text = found["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            # The caller counts it as a malformed verdict.
-            pass
-        text = text if isinstance(text, str) else ""
-        counts = usage if isinstance(usage, dict) else {}
-        # An endpoint that does not count is not free.
-        prompt_tokens = _count(counts, "prompt_tokens") or _prompt_tokens(question)
-        return EndpointReply(text, prompt_tokens, _count(counts, "completion_tokens") or _tokens(text))
 
 
 def _prompt_tokens(question: Question) -> int:

@@ -1,4 +1,4 @@
-"""The judge's prompt: rubric and instructions, then the untrusted texts in a frame that they cannot close.
+"""The judge's prompt: rubric and instructions, then the untrusted texts in a frame that they cannot close; and its verdict.
 
     system   instructions, rubric, the marker of this question
     user     [MARKER question]  "one JSON string"
@@ -6,17 +6,20 @@
              [MARKER end]
 
 One JSON string has no line break of its own. Every character outside ASCII and each of `< [ ] |` is escaped, so no server takes a
-part of it for a special token. The marker is a hash over the texts, so no text can contain its own. The verdict has to repeat the
-marker, and it says whether a text tried to talk to the judge.
+part of it for a special token. The marker is a hash over the texts, so no text can contain its own. The verdict is strictly one
+JSON object that fits the schema of its question. It repeats the marker, and says whether a text tried to talk to the judge.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
-from schemas.config.rewards import CriterionConfig, JudgeConfig
+from jsonschema import Draft202012Validator
+
+from schemas.config.rewards import JudgeConfig
 
 POINTS, WINNER = "points", "winner"
 MANIPULATION, MARKER, CRITERIA, REASON = "manipulation", "marker", "criteria", "reason"
@@ -80,10 +83,7 @@ class Question:
 def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Completion]) -> Question:
     """The question about one completion (mode absolute), or about two (mode pairwise).
 
-    Args:
-        judge: mode, rubric and limits.
-        texts: further texts by label, such as the question and the reference.
-        completions: one or two completions of the policy.
+    `texts` are further ones by their label, such as the question and the reference.
     """
     labels = ["completion"] if judge.mode == "absolute" else ["completion a", "completion b"]
     shown = dict(texts) | dict(zip(labels, completions, strict=True))
@@ -104,7 +104,19 @@ def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Comp
         {"role": "system", "content": system},
         {"role": "user", "content": "\n".join([*lines, f"[{marker} end]"])},
     ]
-    return Question(messages, _schema(judge, marker), marker)
+    # Not minimum and maximum for points, which some servers ignore.
+    decides, values = (POINTS, [*range(judge.max_points + 1)]) if judge.mode == "absolute" else (WINNER, ["a", "b", "tie"])
+    decision = {"type": "integer" if decides == POINTS else "string", "enum": values}
+    # The reason first: a model that explains before it decides decides better.
+    criterion = _object({REASON: {"type": "string"}, decides: decision})
+    schema = _object(
+        {
+            MARKER: {"type": "string", "enum": [marker]},
+            CRITERIA: _object({one.name: criterion | {"description": one.description} for one in judge.rubric}),
+            MANIPULATION: {"type": "string", "enum": list(MANIPULATORS[judge.mode])},
+        }
+    )
+    return Question(messages, schema, marker)
 
 
 def _lines(label: str, shown: Completion, limit: int) -> list[tuple[str, str]]:
@@ -129,25 +141,66 @@ def _without_middle(text: str, first: int, last: int) -> str:
     return f"{text[:first]} ... ({left_out} characters left out here) ... {text[len(text) - last :]}"
 
 
-def _schema(judge: JudgeConfig, marker: str) -> dict[str, Any]:
-    return _object(
-        {
-            MARKER: {"type": "string", "enum": [marker]},
-            CRITERIA: _object({criterion.name: _criterion(judge, criterion) for criterion in judge.rubric}),
-            MANIPULATION: {"type": "string", "enum": list(MANIPULATORS[judge.mode])},
-        }
-    )
-
-
-def _criterion(judge: JudgeConfig, criterion: CriterionConfig) -> dict[str, Any]:
-    answer: dict[str, Any] = {"type": "string", "enum": ["a", "b", "tie"]}
-    if judge.mode == "absolute":
-        # Not minimum and maximum, which some servers ignore.
-        answer = {"type": "integer", "enum": list(range(judge.max_points + 1))}
-    name = POINTS if judge.mode == "absolute" else WINNER
-    # The reason first: a model that explains before it decides decides better.
-    return _object({REASON: {"type": "string"}, name: answer}) | {"description": criterion.description}
-
-
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_WINS = {"a": 1.0, "tie": 0.5, "b": 0.0}
+MAX_REPLY_CHARS = 1_000_000
+"""Longest reply that is read. A longer one is no verdict."""
+
+
+class MalformedError(Exception):
+    """A reply that is no verdict on its question."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeVerdict:
+    """What a judge decided about one question."""
+
+    value: float
+    """mode absolute: weighted mean of the points, between 0 and 1. mode pairwise: 1 if a wins, 0.5 for a tie, 0 if b wins."""
+    manipulators: frozenset[str]
+    """Completions that tried to talk to the judge: a, b, or both; the only one of mode absolute is a."""
+
+
+def parse(reply: str, question: Question, judge: JudgeConfig) -> JudgeVerdict:
+    """The verdict in a reply; raises MalformedError for anything but an object of the schema with the marker of the question."""
+    if len(reply) > MAX_REPLY_CHARS:
+        raise MalformedError(f"{len(reply):,} characters")
+    try:
+        found = json.loads(reply, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"not one JSON object: {error}"[:200]) from error
+    fault = next(Draft202012Validator(question.schema).iter_errors(found), None)
+    # True is an integer to Python, and 2.0 to JSON schema.
+    if fault is not None or any(type(one.get(POINTS, 0)) is not int for one in found[CRITERIA].values()):
+        raise MalformedError(f"it does not fit the schema: {fault.message if fault else 'points are not whole numbers'}"[:200])
+    weights = {criterion.name: criterion.weight for criterion in judge.rubric}
+    values = {
+        name: one[POINTS] / judge.max_points if judge.mode == "absolute" else _WINS[one[WINNER]]
+        for name, one in found[CRITERIA].items()
+    }
+    total = sum(weight * values[name] for name, weight in weights.items()) / sum(weights.values())
+    if judge.mode == "pairwise":
+        total = 0.5 if abs(total - 0.5) < 1e-9 else float(total > 0.5)
+    return JudgeVerdict(total, MANIPULATORS[judge.mode][found[MANIPULATION]])
+
+
+def combined(verdicts: list[JudgeVerdict]) -> JudgeVerdict | None:
+    """Several votes as one: the median of the values, and the manipulators that most votes name; None without votes.
+
+    The median of 0, 0.5 and 1 is the majority where there is one.
+    """
+    if not verdicts:
+        return None
+    accused = [label for label in ("a", "b") if 2 * sum(label in one.manipulators for one in verdicts) > len(verdicts)]
+    return JudgeVerdict(float(median(verdict.value for verdict in verdicts)), frozenset(accused))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # The last of two equal keys would win, and the schema would never see the first.
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found

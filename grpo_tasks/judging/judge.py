@@ -10,14 +10,12 @@ not pay. Both are counted.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from grpo_tasks.judging.client import JudgeClient
-from grpo_tasks.judging.frame import Completion, Question, ask
-from grpo_tasks.judging.limits import JudgeLimits
-from grpo_tasks.judging.store import Entry, VerdictStore
-from grpo_tasks.judging.verdict import JudgeVerdict, MalformedError, combined, parse
+from grpo_tasks.judging.frame import Completion, JudgeVerdict, MalformedError, Question, ask, combined, parse
+from grpo_tasks.judging.store import Entry, JudgeLimits, VerdictStore
 from schemas.config.rewards import JudgeConfig
 
 _NOTES = ("", "unjudged", "manipulation")
@@ -62,19 +60,13 @@ class Judgement:
     tally: Tally
 
 
-@dataclass(slots=True)
 class Judge:
     """Scores completions; holds the connections and the cache."""
 
-    settings: JudgeConfig
-    store: VerdictStore = field(init=False)
-    limits: JudgeLimits = field(init=False)
-    client: JudgeClient = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.store = VerdictStore(self.settings.cache)
-        self.limits = JudgeLimits(self.settings, self.store)
-        self.client = JudgeClient(self.settings, self.limits)
+    def __init__(self, settings: JudgeConfig) -> None:
+        self.settings, self.store = settings, VerdictStore(settings.cache)
+        self.limits = JudgeLimits(settings, self.store)
+        self.client = JudgeClient(settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
         """The scores of completions; those of one question follow each other.
@@ -83,9 +75,10 @@ class Judge:
             RewardError: the endpoint refuses requests.
             JudgeUnavailableError: it does not answer, or max_cost is reached. Verdicts so far are kept.
         """
-        if self.settings.mode == "absolute":
-            return self._absolute(cases)
-        return self._pairwise(cases)
+        tally = Tally()
+        scores, notes = (self._absolute if self.settings.mode == "absolute" else self._pairwise)(cases, tally)
+        tally.manipulations, tally.unjudged = notes.count("manipulation"), notes.count("unjudged")
+        return Judgement(scores, notes, tally)
 
     def decide(self, questions: Sequence[Question], tally: Tally) -> list[JudgeVerdict | None]:
         """The verdict on each question by all votes; None where no vote was sound."""
@@ -145,20 +138,17 @@ class Judge:
             tally.malformed += 1
         return None, tally
 
-    def _absolute(self, cases: Sequence[Case]) -> Judgement:
-        tally = Tally()
+    def _absolute(self, cases: Sequence[Case], tally: Tally) -> tuple[list[float | None], list[str]]:
         questions = []
         for case in cases:
             reference = {} if case.reference is None else {"reference": case.reference}
             questions.append(ask(self.settings, {"question": case.question} | reference, [case.completion]))
         verdicts = self.decide(questions, tally)
         notes = ["unjudged" if one is None else "manipulation" if one.manipulators else "" for one in verdicts]
-        values = [0.0 if one is None or one.manipulators else one.value for one in verdicts]
-        return _judgement(values, notes, tally)
+        return [0.0 if one is None or one.manipulators else one.value for one in verdicts], notes
 
-    def _pairwise(self, cases: Sequence[Case]) -> Judgement:
-        tally, pairs = Tally(), compared(cases, self.settings)
-        questions = []
+    def _pairwise(self, cases: Sequence[Case], tally: Tally) -> tuple[list[float | None], list[str]]:
+        questions, pairs = [], compared(cases, self.settings)
         for one, other in pairs:
             mine, texts = cases[one].completion, {"question": cases[one].question}
             theirs: Completion = cases[other].completion if other is not None else cases[one].reference or ""
@@ -171,11 +161,9 @@ class Judge:
                 if index is not None:
                     won.setdefault(index, []).append(value)
                     notes[index] = max(notes[index], note, key=_NOTES.index)
-        shares: list[float | None] = [sum(won[index]) / len(won[index]) if index in won else None for index in range(len(cases))]
+        shares = [sum(won[index]) / len(won[index]) if index in won else None for index in range(len(cases))]
         # One comparison is enough: a text that talks to the judge in one prompt does so in all of them.
-        return _judgement(
-            [0.0 if note == "manipulation" else share for share, note in zip(shares, notes, strict=True)], notes, tally
-        )
+        return [0.0 if note == "manipulation" else share for share, note in zip(shares, notes, strict=True)], notes
 
 
 def outcome(first: JudgeVerdict | None, second: JudgeVerdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
@@ -183,7 +171,12 @@ def outcome(first: JudgeVerdict | None, second: JudgeVerdict | None) -> tuple[tu
 
     One sound verdict is enough to accuse: what confuses the judge in one order must not hide what it saw in the other.
     """
-    accused = (_accuses(first, "a") or _accuses(second, "b"), _accuses(first, "b") or _accuses(second, "a"))
+
+    def accuse(in_first: str, in_second: str) -> bool:
+        labels = ((first, in_first), (second, in_second))
+        return any(verdict is not None and label in verdict.manipulators for verdict, label in labels)
+
+    accused = (accuse("a", "b"), accuse("b", "a"))
     if any(accused):
         notes = ("manipulation" if accused[0] else "", "manipulation" if accused[1] else "")
         return (float(not accused[0]), float(not accused[1])), notes
@@ -191,10 +184,6 @@ def outcome(first: JudgeVerdict | None, second: JudgeVerdict | None) -> tuple[tu
         return (0.0, 0.0), ("unjudged", "unjudged")
     value = (first.value + 1.0 - second.value) / 2
     return (value, 1.0 - value), ("", "")
-
-
-def _accuses(verdict: JudgeVerdict | None, label: str) -> bool:
-    return verdict is not None and label in verdict.manipulators
 
 
 def compared(cases: Sequence[Case], settings: JudgeConfig) -> list[tuple[int, int | None]]:
@@ -209,9 +198,3 @@ def compared(cases: Sequence[Case], settings: JudgeConfig) -> list[tuple[int, in
                 other = members[(position + step) % len(members)]
                 pairs.add((min(one, other), max(one, other)))
     return sorted(pairs)
-
-
-def _judgement(scores: Sequence[float | None], notes: list[str], tally: Tally) -> Judgement:
-    tally.manipulations = notes.count("manipulation")
-    tally.unjudged = notes.count("unjudged")
-    return Judgement(list(scores), notes, tally)

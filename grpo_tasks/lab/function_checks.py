@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from grpo_tasks.content.modules import own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
-from grpo_tasks.lab.probe_set import ProbeSet, finding, passed, probe_batch
-from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
+from grpo_tasks.lab.probes import PERFECT, ProbeSet, finding, long_texts, passed, perfect_text, probe_batch
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig

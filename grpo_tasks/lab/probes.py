@@ -8,15 +8,24 @@ A row without ground truth has no perfect probe unless the user gives one (`lab.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import FORMATS, perfect_completion
 from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.content.conversations import Played, played_of
+from grpo_tasks.content.places import row_place
+from grpo_tasks.rewards.contract import ScoreBatch, batch_of, shorten
+from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig, Equality, TagsConfig
-from schemas.prompts import PromptRow
+from schemas.config.rewards import LabConfig, RewardsConfig
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+from schemas.prompts import PLAIN, PromptRow
+from schemas.results.data import LabCheck
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 
@@ -42,10 +51,7 @@ class Probe:
 
 
 def make_probes(row: PromptRow, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
-    """All probes of one row. The perfect one comes first: the user's own (`gold`), or one that is made from the ground truth.
-
-    There is none when it cannot be made.
-    """
+    """All probes of one row; the perfect one first, where there is one: the user's own (`gold`), or made from the truth."""
     if gold is not None or row.answer is None or not completion.has_blocks:
         made = _any_format(row, completion, gold)
     else:
@@ -174,3 +180,189 @@ def _working(row: PromptRow, tags: TagsConfig) -> str:
 
 def _question(row: PromptRow) -> str:
     return row.messages[-1].get("content", "") if row.messages else ""
+
+
+BYTES_PER_TOKEN = 4
+"""Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
+SHOWN_CHARS = 200
+"""Characters of a completion kept in a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSample:
+    """A group of completions that the base model sampled for one training prompt."""
+
+    prompt_id: str
+    completions: list[str]
+    completion_ids: list[list[int]]
+    finish_reasons: list[str]
+    conversations: list[str] = field(default_factory=list)
+    """The column `conversation` of the samples, where tools or an environment answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSet:
+    """The completions that functions are tried on."""
+
+    completion: CompletionConfig
+    rewards: RewardsConfig
+    limits: LabConfig
+    rows: Sequence[PromptRow]
+    """All training rows."""
+    chosen: Sequence[PromptRow]
+    """The rows that probes are made from."""
+    probes: Sequence[Probe]
+    """Those of all chosen rows, row by row."""
+    groups: Sequence[range]
+    """Indices of the probes of each chosen row."""
+    batch: ScoreBatch
+    """The probes as a batch."""
+    base: ScoreBatch | None
+    """The samples of the base model, group by group; None without samples."""
+    base_rows: Sequence[PromptRow]
+    """The row of each sample."""
+    base_sizes: Sequence[int]
+    """Number of samples of each group."""
+
+    @property
+    def played(self) -> bool:
+        """Whether tools or an environment answer."""
+        return self.base is not None and bool(self.base.played)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of probes of each chosen row."""
+        return [len(group) for group in self.groups]
+
+    def row(self, index: int) -> PromptRow:
+        """The row of the probe with this index."""
+        return next(row for row, group in zip(self.chosen, self.groups, strict=True) if index in group)
+
+    def perfect(self, group: range) -> int | None:
+        """Index of the perfect probe of a row; None when the row has none."""
+        return group[0] if self.probes[group[0]].kind == PERFECT else None
+
+    @property
+    def num_perfect(self) -> int:
+        """Number of chosen rows with a perfect probe."""
+        return sum(self.perfect(group) is not None for group in self.groups)
+
+    def finding(self, function: str, check: str, detail: str, index: int, *, warn: bool = False) -> LabCheck:
+        """A check that found something in the probe with this index."""
+        probe = self.probes[index]
+        return finding(function, check, detail, self.row(index), probe=probe.kind, text=probe.text, warn=warn)
+
+
+def passed(function: str, check: str, detail: str = "") -> LabCheck:
+    """A check of a function, or of `stage:NAME`, without a finding."""
+    return LabCheck(function=function, check=check, outcome="passed", detail=detail)
+
+
+def finding(
+    function: str, check: str, detail: str, row: PromptRow, *, probe: str = "", text: str = "", warn: bool = False
+) -> LabCheck:
+    """A check that found something, with the row and the completion as an example. It fails unless `warn` is set."""
+    return LabCheck(
+        function=function,
+        check=check,
+        outcome="warned" if warn else "failed",
+        detail=detail,
+        prompt_id=row.prompt_id,
+        place=row_place(row.source, row.line),
+        probe=probe,
+        completion=shorten(text, SHOWN_CHARS),
+    )
+
+
+def choose_rows(rows: Sequence[PromptRow], num: int) -> list[PromptRow]:
+    """The rows that probes are made from, by prompt_id. It is a hash, so the order of the rows does not matter."""
+    assert rows, "no rows to make probes from"
+    return sorted(rows, key=lambda row: row.prompt_id)[:num]
+
+
+def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorker) -> list[str | None]:
+    """The user's own good completion of each row (`lab.gold`); None where there is none.
+
+    Raises:
+        ConfigError: no row has the column, or the function cannot be used.
+        RewardError: the function hangs, or ends the worker process.
+    """
+    if gold is None:
+        return [None] * len(chosen)
+    if ":" in gold:
+        made = []
+        for row in chosen:
+            messages = [dict(message) for message in row.messages]
+            prompt = messages[0]["content"] if messages and messages[0].get("role") == PLAIN else messages
+            made.append({**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)})
+        return worker.gold_completions(gold, made)
+    values = [row.extra.get(gold) for row in chosen]
+    if all(value is None for value in values):
+        columns = sorted({name for row in chosen for name in row.extra})
+        raise ConfigError(
+            f"the data have no column {gold}",
+            place="lab.gold",
+            fix=f"one of {', '.join(columns) or 'none: there are no further columns'}, or package.module:function",
+        )
+    # Texts, or chat messages of which the last one counts.
+    chats = [value if isinstance(value, list) and value and isinstance(value[-1], Mapping) else None for value in values]
+    texts = [value if chat is None else chat[-1].get("content") for value, chat in zip(values, chats, strict=True)]
+    return [None if text is None else str(text) for text in texts]
+
+
+def make_probe_set(
+    config: RunConfig,
+    rows: Sequence[PromptRow],
+    chosen: Sequence[PromptRow],
+    golds: Sequence[str | None],
+    base_samples: Sequence[GroupSample] | None,
+) -> ProbeSet:
+    """Make the probes of the chosen rows, of which `golds` are the user's own good completions."""
+    made = [make_probes(row, config.completion, gold) for row, gold in zip(chosen, golds, strict=True)]
+    probes = [probe for group in made for probe in group]
+    starts = [sum(map(len, made[:number])) for number in range(len(made))]
+    rows_of_probes = [row for row, group in zip(chosen, made, strict=True) for _ in group]
+    samples, base = base_samples or [], None
+    by_id = {row.prompt_id: row for row in rows}
+    base_rows = [by_id[sample.prompt_id] for sample in samples for _ in sample.completions]
+    if samples:
+        base = batch_of(
+            base_rows,
+            [text for sample in samples for text in sample.completions],
+            [ids for sample in samples for ids in sample.completion_ids],
+            prompt_ids=[_prompt_stand_in(row) for row in base_rows],
+            played=[played_of(text) for sample in samples for text in sample.conversations],
+        )
+    return ProbeSet(
+        completion=config.completion,
+        rewards=config.rewards,
+        limits=config.lab,
+        rows=rows,
+        chosen=chosen,
+        probes=probes,
+        groups=[range(start, start + len(group)) for start, group in zip(starts, made, strict=True)],
+        batch=probe_batch(
+            rows_of_probes, [probe.text for probe in probes], played=any(sample.conversations for sample in samples)
+        ),
+        base=base,
+        base_rows=base_rows,
+        base_sizes=[len(sample.completions) for sample in samples],
+    )
+
+
+def probe_batch(rows: Sequence[PromptRow], texts: Sequence[str], *, played: bool = False) -> ScoreBatch:
+    """The batch of made-up completions, `texts[i]` for `rows[i]`; with `played` each is a conversation that nobody answered."""
+    ids, turns = list(map(_stand_in, texts)), []
+    rest: dict[str, Any] = {"finish_reason": "stop", "reward": None, "calls": 0, "errors": 0, "info": {}}
+    for row, text, own in zip(rows, texts, ids, strict=True) if played else ():
+        turn = {"text": text, "start": 0, "end": len(own), **rest}
+        turns.append(Played(row.messages, [{"role": "assistant", "content": text}], [turn], None, answered=False))
+    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=turns)
+
+
+def _stand_in(text: str) -> list[int]:
+    return list(text.encode(errors="surrogatepass")[::BYTES_PER_TOKEN])
+
+
+def _prompt_stand_in(row: PromptRow) -> list[int]:
+    return _stand_in("".join(message.get("content", "") for message in row.messages))

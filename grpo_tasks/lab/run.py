@@ -1,7 +1,4 @@
-"""Run the reward lab: every reward function of every stage is tried before any training.
-
-    rows -> probes -----------> each function (function_checks.py) -> sum of each stage -> checks
-    samples of the base model ----------------------------------------------> signal of each stage (forecast.py)
+"""Run the reward lab: every reward function of every stage, then the sum of each stage.
 
 A fault (the check contract) stops the run. Every other finding is an opinion: it warns, and stops the run when `lab.strict` is
 set. `lab.ignore_checks` silences opinions and turns faults into warnings, by CHECK or FUNCTION/CHECK.
@@ -17,15 +14,24 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of
-from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, FunctionTrial
 from grpo_tasks.lab.judge_checks import check_judges
-from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, finding, make_probe_set, own_golds, passed
-from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
+from grpo_tasks.lab.probes import (
+    CUT_OFF,
+    LISTING,
+    PERFECT,
+    WRONG_ANSWER,
+    GroupSample,
+    ProbeSet,
+    choose_rows,
+    finding,
+    make_probe_set,
+    own_golds,
+    passed,
+)
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.rewards.contract import RESERVED, shorten
-from grpo_tasks.rewards.suite import full_score
-from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
+from grpo_tasks.rewards.suite import charge_faults, full_score, mean_total, solved, stage_weights, total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
@@ -33,11 +39,14 @@ from schemas.config.stage import StageConfig
 from schemas.errors import LabError
 from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck, LabReport, SignalForecast
+from schemas.results.evaluation import histogram
 
 FAULTS = frozenset({"contract", "begins", "faults", "leak"})
 """Checks that stop the run whatever the configuration says."""
 TABLE_CHARS = 2_000
 """Characters of a completion kept in the table of probes."""
+TIE = 1e-6
+"""Totals that differ by no more than this, relative to their size, tie. The same tolerance as in grpo/advantages.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,7 @@ def run_lab(
     """Try every reward function of every stage.
 
     Args:
-        config: its section `lab` says how much is tried. No function may hang on a text of the longest completion that its
-            section `rollout` allows.
+        config: its section `lab` says how much is tried.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
         log: file that receives what the functions print. None: their output is discarded.
@@ -86,7 +94,10 @@ def run_lab(
             functions[name] = FunctionTrial(name, settings, probe_set, worker).run(longest)
     forecasts = _forecasts(config, base_samples or [], functions)
     judged, not_judged = check_judges(names, config.rewards)
-    checks = [*_columns(rows), *judged, *(check for function in functions.values() for check in function.checks)]
+    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
+    detail = "reward functions do not receive the column {0}: one of their arguments has that name; rename the column"
+    columns = [finding("data", "columns", detail.format(name), row, warn=True) for name, row in sorted(hidden.items())]
+    checks = [*columns, *judged, *(check for function in functions.values() for check in function.checks)]
     checks += [check for stage in stages for check in check_stage(stage, probe_set, functions)]
     checks += check_signal(stages, forecasts, config.lab.min_signal, supervised_first=config.supervised_first)
     left_out, missing = [], len(chosen) - probe_set.num_perfect
@@ -116,14 +127,6 @@ def lab_error(report: LabReport) -> LabError:
     )
 
 
-def _columns(rows: Sequence[PromptRow]) -> Iterator[LabCheck]:
-    """A warning for each column that no function receives, because its name is reserved."""
-    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
-    for name, row in sorted(hidden.items()):
-        detail = f"reward functions do not receive the column {name}: one of their arguments has that name; rename the column"
-        yield finding("data", "columns", detail, row, warn=True)
-
-
 def weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
     """The check with its consequence: faults stop the run, opinions warn unless `lab.strict` is set."""
     if check.outcome == "passed":
@@ -134,6 +137,36 @@ def weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
     else:
         outcome = "ignored" if ignored else check.outcome if lab.strict else "warned"
     return check.model_copy(update={"outcome": outcome})
+
+
+def forecast(
+    stage: str, samples: Sequence[GroupSample], totals: NDArray[np.float64], solved: NDArray[np.float64] | None = None
+) -> SignalForecast:
+    """Will a stage learn anything? The share of groups, sampled from the base model, whose completions earn different totals.
+
+    A group whose totals tie has zero advantages (grpo/advantages.py). A later stage starts from a better model than the base, so
+    its forecast is usually a lower bound.
+
+    Args:
+        stage: name of the stage.
+        samples: at least one group.
+        totals: [N] totals of the stage for the completions of all groups, group by group; NaN where no function applies.
+        solved: [N] 1 for a completion that is solved, else 0; NaN where no function applies. None: pass rates are not known.
+    """
+    ends = np.cumsum([len(sample.completions) for sample in samples])
+    # As in training, completions without a total are left out.
+    groups = [group[~np.isnan(group)] for group in np.split(totals, ends[:-1])]
+    alive = [len(group) > 0 and float(np.ptp(group)) > TIE * max(1.0, float(np.abs(group).max())) for group in groups]
+    deviations = [float(group.std(ddof=1)) if len(group) > 1 else 0.0 for group in groups]
+    judged = [] if solved is None else [group[~np.isnan(group)] for group in np.split(solved, ends[:-1])]
+    return SignalForecast(
+        stage=stage,
+        groups=len(groups),
+        share_with_signal=sum(alive) / len(groups),
+        mean_reward=mean_total(totals) or 0.0,
+        mean_reward_std=sum(deviations) / len(deviations),
+        pass_rates=[] if solved is None else histogram(float(group.mean()) for group in judged if len(group)),
+    )
 
 
 def _forecasts(config: RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]) -> list[SignalForecast]:
@@ -209,7 +242,7 @@ def _matrix(stage: StageConfig, scores: Mapping[str, Sequence[float | None]]) ->
 
 
 def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, FunctionFindings]) -> list[LabCheck]:
-    """The checks order, empty and gaming of one stage, as far as its rows allow; none when a function broke its contract.
+    """The checks of one stage, as far as its rows allow; none when a function broke its contract.
 
         order   perfect > empty; no partial completion above the perfect one; partial above empty (otherwise a warning)
         empty   a completion without an answer earns nothing

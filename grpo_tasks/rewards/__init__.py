@@ -3,5 +3,5 @@
     builtin.py  ->  registry.py  ->  serve.py  <------------  worker.py  <-  suite.py  <-  trainer
                                      (child process)             (parent)  <-  lab
 
-contract.py is the page to read before writing a function. totals.py defines the reward of a completion. No torch here.
+contract.py is the page to read before writing a function. No torch here.
 """

@@ -1,7 +1,7 @@
 """The built-in reward functions: plain functions with TRL's signature, linear in the text. The configuration holds their weights.
 
-Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
-a format. A worthless completion (its answer is empty or a tag is repeated) earns 0, and -1 from `style`.
+Section `completion` decides what the format and the answer are (answers/extract.py). A worthless completion (its answer is empty
+or a tag is repeated) earns 0, and -1 from `style`.
 """
 
 # ruff: noqa: ARG001 - by TRL's contract every function receives more arguments than it uses

@@ -53,14 +53,8 @@ ARGUMENTS = (
 RESERVED = ARGUMENTS | {"answer"}
 """Extra columns with these names are left out, and the lab warns about them."""
 
-MAX_METRICS = 64
-"""Maximum number of metrics that one call may pass to log_metric."""
-MAX_METRIC_CHARS = 100
-"""Maximum length of the name of such a metric, and of a column passed to log_extra."""
-MAX_EXTRAS = 8
-"""Maximum number of columns that one call may pass to log_extra."""
-MAX_EXTRA_CHARS = 300
-"""Characters kept of one value of such a column."""
+# What one call may pass to log_metric and log_extra: metrics, characters of a name, columns, characters of a value.
+MAX_METRICS, MAX_METRIC_CHARS, MAX_EXTRAS, MAX_EXTRA_CHARS = 64, 100, 8, 300
 MAX_GOLD_CHARS = 100_000
 """Characters kept of a completion that a user's function makes for the lab."""
 MAX_TEXT_CHARS = 4_000
@@ -126,11 +120,7 @@ def batch_of(
     step: int = 0,
     played: Sequence[Played] = (),
 ) -> ScoreBatch:
-    """The batch in which `completions[i]` answers `rows[i]`; a row may occur several times.
-
-    The columns are `answer`, `task` when any row has one, and every extra column of any row, with None where a row lacks it.
-    Reserved names are left out.
-    """
+    """The batch in which `completions[i]` answers `rows[i]`, with every column of any row; None where a row lacks it."""
     names = sorted({name for row in rows for name in row.extra} - RESERVED)
     columns = {name: [row.extra.get(name) for row in rows] for name in names}
     columns["answer"] = [row.answer if row.answers is None else list(row.answers) for row in rows]
@@ -150,7 +140,7 @@ def batch_of(
 
 @dataclass(frozen=True, slots=True)
 class FunctionScores:
-    """The checked result of one call of one function. The worker sends it in this shape, and no other is accepted."""
+    """The checked result of one call of a function, as the worker sends it."""
 
     scores: list[FiniteFloat | None]
     """One per completion; None where the function does not apply."""
@@ -166,7 +156,7 @@ class FunctionScores:
 
 @dataclass(frozen=True, slots=True)
 class RewardFault:
-    """One failed call of a function; like FunctionScores, the shape in which the worker sends it."""
+    """One failed call of a function, as the worker sends it."""
 
     kind: Literal["raised", "hung", "died", "broken", "unavailable"]
     detail: Text
@@ -217,22 +207,21 @@ class ContractError(Exception):
 def check_result(
     result: Any, lengths: Sequence[int], turns: Sequence[Sequence[tuple[int, int]]] = ()
 ) -> tuple[list[float | None], dict[int, list[float]]]:
-    """Check the return value of a function.
+    """N scores, and those of single tokens by index of the completion, of what a function returned; raises ContractError.
 
     Args:
-        result: what the function returned. NumPy arrays and torch tensors are accepted too.
+        result: lists, NumPy arrays or torch tensors.
         lengths: number of tokens of each of the N completions.
         turns: for each of them the first token of each turn of the policy, and the one behind its last. Empty: they are one turn.
-
-    Returns:
-        N scores, and the scores of single tokens by index of the completion.
-
-    Raises:
-        ContractError: wrong count, wrong type, or a number that is not finite.
     """
     result, num = _as_list(result), len(lengths)
     if not isinstance(result, list | tuple):
-        raise ContractError(f"returned {_kind(result)} instead of a list of {num} scores", _fix_of_kind(result))
+        fix = ONE_EACH
+        if callable(result):
+            fix = "it is a factory: name what it returns, with a line such as my_reward = factory(...) in your module"
+        elif isinstance(result, numbers.Real):
+            fix = f"{ONE_EACH}; a function for a single completion needs a loop over completions"
+        raise ContractError(f"returned {_kind(result)} instead of a list of {num} scores", fix)
     if len(result) != num:
         first_without = len(result) if len(result) < num else None
         raise ContractError(f"returned {len(result)} scores for {num} completions", ONE_EACH, first_without)
@@ -301,11 +290,3 @@ def _kind(value: Any) -> str:
     if callable(value):
         return f"a function ({getattr(value, '__qualname__', type(value).__name__)})"
     return "None" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
-
-
-def _fix_of_kind(value: Any) -> str:
-    if callable(value):
-        return "it is a factory: name what it returns, with a line such as my_reward = factory(...) in your module"
-    if isinstance(value, numbers.Real):
-        return f"{ONE_EACH}; a function for a single completion needs a loop over completions"
-    return ONE_EACH

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of, played_of
 from grpo_tasks.rewards.contract import batch_of
-from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
-from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
+from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, full_score, solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig, Scoring
 from schemas.metrics import REWARD, REWARD_MEAN, member
@@ -79,7 +78,7 @@ def solved_by_stage(
 ) -> pl.DataFrame:
     """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
 
-    Arguments and errors are those of `reward_columns`; `config` has the stages with their rewards, and says what solved means.
+    Arguments and errors are those of `reward_columns`.
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     scoring = Scoring(rewards=config.rewards, weighted=[], reported=names, tasks=config.task_rewards())

@@ -1,5 +1,4 @@
-"""From the entry of a reward in the configuration to a callable. Runs in the worker process only: a user's code never enters the
-trainer.
+"""From the entry of a reward in the configuration to a callable, in the worker process: a user's code never enters the trainer.
 
     correctness                     a built-in function
     package.module:function         a function, an async function, a partial or an instance that can be called
@@ -75,11 +74,7 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
 
 
 def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> list[str | None]:
-    """What the user's function `path` (lab.gold) returns for rows: one completion each, None where it has none.
-
-    Raises:
-        ConfigError: the function cannot be imported, raises, or returns something else.
-    """
+    """What the user's function `path` (lab.gold) returns: one completion for each row, None where it has none; or ConfigError."""
     place = "lab.gold"
     function = import_object(path, folders, place=place)
     try:

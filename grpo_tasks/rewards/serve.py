@@ -50,7 +50,7 @@ class Functions:
     """The functions of this process, and a method for each kind of request."""
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the functions of a stage. Raises `ConfigError` for one that cannot be loaded."""
+        """Load the functions of a stage."""
         self._rewards = RewardsConfig.model_validate(request["rewards"])
         completion = CompletionConfig.model_validate(request["completion"])
         # At the end of the path, so that a file in one of these folders cannot replace an installed library.
@@ -107,7 +107,7 @@ class Notes:
         self._extras: dict[str, list[Extra]] = {}
 
     def record_metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`: remember a finite number. Any other is left out, because no mean would survive it."""
+        """TRL's `log_metric`. A number that is not finite is left out, because no mean would survive it."""
         name = _clean(name)
         if name not in self._metrics and len(self._metrics) == MAX_METRICS:
             raise ValueError(f"log_metric received more than {MAX_METRICS} different names in one call")
@@ -116,7 +116,7 @@ class Notes:
             self._metrics.setdefault(name, []).append(number)
 
     def record_column(self, column: str, values: Iterable[Any]) -> None:
-        """TRL's `log_extra`: remember values, one per completion. Further calls with the same name add to them."""
+        """TRL's `log_extra`: values, one per completion. Further calls with the same name add to them."""
         column = _clean(column)
         if column not in self._extras and len(self._extras) == MAX_EXTRAS:
             raise ValueError(f"log_extra received more than {MAX_EXTRAS} different columns in one call")
@@ -127,7 +127,7 @@ class Notes:
         return {name: fmean(values) for name, values in self._metrics.items()}
 
     def extras(self, num: int) -> dict[str, list[Extra]]:
-        """The columns. Raises `ContractError` for one that has not one value for each of the `num` completions."""
+        """The columns, each with a value for each of the `num` completions; otherwise ContractError."""
         for column, values in self._extras.items():
             if len(values) != num:
                 detail = f"passed {len(values)} values of {column} to log_extra for {num} completions"
@@ -148,13 +148,7 @@ def _cell(value: Any) -> Extra:
 
 
 def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -> dict[str, Any]:
-    """The arguments of a call by name.
-
-    Args:
-        request: the request of the parent (worker.py).
-        notes: receives what the function reports.
-        as_text: pass strings for chats too: the content of the last message, and the text of the completion.
-    """
+    """The arguments of a call by name; `as_text`: strings for chats too, the last message and the text of the completion."""
     prompts: list[Any] = []
     completions: list[Any] = []
     for messages, text in zip(request["prompts"], request["completions"], strict=True):
@@ -167,7 +161,12 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         # Lists of their own: a function may change what it receives.
         given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
         given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
-        given["environments"] = [_environment(one) for one in played]
+        # As TRL passes environments, as far as rewards read them: their public attributes after the last turn.
+        known = [one["turns"][-1]["info"].get("environment") if one["turns"] else None for one in played]
+        given["environments"] = [
+            SimpleNamespace(**(state if isinstance(state, dict) else {})) if one["answered"] else _NotPlayed()
+            for one, state in zip(played, known, strict=True)
+        ]
     return {
         **request["columns"],
         **given,
@@ -187,14 +186,6 @@ class NotPlayedError(AttributeError):
 class _NotPlayed:
     def __getattr__(self, name: str) -> Any:
         raise NotPlayedError(f"no environment has played, so it has no {name}")
-
-
-def _environment(played: Mapping[str, Any]) -> Any:
-    """What TRL passes as environment, as far as rewards read it: its public attributes after the last turn."""
-    if not played["answered"]:
-        return _NotPlayed()
-    known = played["turns"][-1]["info"].get("environment") if played["turns"] else None
-    return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
 
 
 def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:

@@ -2,24 +2,27 @@
 
     ScoreBatch -> each function in the worker -> raw [N, F] -> times weights [F] -> totals [N]
 
-Weights may adapt to the success rate. Advantages are computed by the trainer.
+`total_scores` defines the reward of a completion for training, held-out evaluation and the lab; it is TRL's definition (1.16:
+`nansum` of the weighted scores). The mean reward is the mean over the completions that have a total. A conversation that a fault
+of its environment ended is scored by no function: a policy may learn to cause such faults, so `charge_faults` gives them the
+lowest scores.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_tasks.rewards.builtin import FULL_SCORES
 from grpo_tasks.rewards.contract import Extra, FunctionScores, ScoreBatch, TaskRewards, reward_error
-from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import AdaptiveWeightConfig, RewardConfig, RewardsConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.metrics import logged
 
@@ -31,7 +34,7 @@ MIN_SCALE, MAX_SCALE = 0.25, 4.0
 
 @dataclass(frozen=True, slots=True)
 class FaultNote:
-    """A fault that did not stop the run, because on_error is zero or skip. The trainer logs it."""
+    """A fault that did not stop the run, because on_error is zero or skip."""
 
     function: str
     policy: str
@@ -64,10 +67,7 @@ class Scores:
 
     @classmethod
     def join(cls, batches: Sequence["Scores"]) -> "Scores":
-        """The scores of several batches by the same functions, as those of one batch.
-
-        A metric becomes the mean over the batches that have it; a column is None where a batch lacks it.
-        """
+        """The scores of several batches as those of one: a metric is the mean over the batches that have it."""
         starts = np.cumsum([0, *(len(batch.raw) for batch in batches)])
         tokens: dict[int, dict[int, list[float]]] = {}
         for start, batch in zip(starts, batches, strict=False):
@@ -155,11 +155,7 @@ class RewardSuite:
         return np.array([config.weight for config in self.configs], dtype=np.float64) * np.array(scales)
 
     def score(self, batch: ScoreBatch) -> Scores:
-        """Score every completion with every function.
-
-        Raises:
-            RewardError: a function with on_error raise failed. The error names function, row and completion.
-        """
+        """Score every completion with every function; raises RewardError where one with on_error raise fails."""
         raw, notes, weights = np.full((len(batch), len(self.names)), np.nan), [], self.weights
         tokens: dict[int, dict[int, list[float]]] = {}
         metrics: dict[str, float] = {}
@@ -188,7 +184,7 @@ class RewardSuite:
         return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens, metrics, extra)
 
     def adapt(self, scores: Scores) -> None:
-        """Update the adaptive weights with the scores of one update. Call it once after every update."""
+        """Let the adaptive weights follow the scores; called once after every update."""
         shares = dict(zip(scores.names, scores.success(), strict=True))
         for name, weight in self.adaptive.items():
             weight.observe(None if math.isnan(shares[name]) else float(shares[name]))
@@ -232,3 +228,67 @@ class AdaptiveWeight:
             factor = self.config.grow if rate < self.config.low else SHRINK if rate > self.config.high else 1.0
             self.scale = min(MAX_SCALE, max(MIN_SCALE, self.scale * factor))
         self.steps, self.shares = 0, []
+
+
+_ROUNDING = 1e-9
+"""A sum of weights may miss the full reward by this much."""
+Real = TypeVar("Real", bound=np.floating[Any])
+
+
+def total_scores(scores: NDArray[Real], weights: NDArray[Real]) -> NDArray[Real]:
+    """[...] totals from [..., F] scores (NaN: does not apply) and [F] weights; NaN where no function applies."""
+    totals = np.nansum(scores * weights, axis=-1)
+    return np.where(np.isnan(scores).all(axis=-1), np.nan, totals).astype(scores.dtype)
+
+
+def solved(
+    scores: NDArray[np.float64], weights: NDArray[np.float64], full: NDArray[np.float64], share: float
+) -> NDArray[np.float64]:
+    """[N] 1 for a solved completion, else 0; NaN where no function applies. Of [N, F] scores, [F] weights, [F] full scores.
+
+    A completion is solved when its total reaches `share` of the full reward: the total of a completion that earns the full score
+    of every function that applies. A function that only punishes (full score 0, or a negative weight) adds nothing to the full
+    reward, and what it takes away counts.
+    """
+    totals = total_scores(scores, weights)
+    best = np.where(np.isnan(scores), 0.0, np.maximum(weights * full, 0.0)).sum(axis=-1)
+    return np.where(np.isnan(totals), np.nan, totals >= share * best - _ROUNDING)
+
+
+def charge_faults(
+    scores: NDArray[Real], weights: NDArray[np.float64], failed: NDArray[np.bool_], *partitions: NDArray[Any]
+) -> NDArray[Real]:
+    """[N, F] scores in which a failed conversation has the worst score of each function, and none that is better than 0.
+
+    Args:
+        scores: [N, F]; NaN: does not apply.
+        weights: [F]; a negative one turns the largest score into the worst.
+        failed: [N] conversations that a fault ended.
+        partitions: [N] labels each, the narrowest first. A failed conversation is compared with the others of its label; by the
+            next labels where none of these is sound. Where no labels are left it gets 0.
+    """
+    made, open_ = scores.copy(), failed.copy()
+    signs = np.where(weights < 0, -1.0, 1.0)
+    for labels in partitions:
+        for label in np.unique(labels[open_]):
+            members = labels == label
+            sound = signs * scores[members & ~failed]
+            if not len(sound):
+                continue
+            lowest = np.where(np.isnan(sound), np.inf, sound).min(axis=0)
+            # Where a function applies to none of them, it does not apply to the failed one either.
+            made[members & open_] = signs * np.where(np.isinf(lowest), np.nan, np.minimum(lowest, 0.0))
+            open_ &= ~members
+    made[open_] = 0.0
+    return made
+
+
+def mean_total(totals: NDArray[Real]) -> float | None:
+    """The mean over the completions that have a total; None when none has."""
+    known = totals[~np.isnan(totals)]
+    return float(known.mean()) if len(known) else None
+
+
+def stage_weights(stage: StageConfig, rewards: RewardsConfig) -> NDArray[np.float64]:
+    """[F] configured weights of a stage, in the order of its functions. Adaptive weights start from them."""
+    return np.array([config.weight for name in stage.rewards if (config := rewards.resolve(name))], dtype=np.float64)

@@ -1,7 +1,5 @@
 """The process that reward functions run in, seen from the parent: start, call functions with a time limit, kill, restart.
 
-    RewardWorker.call  --JSON-->  serve.py (a WorkerProcess, output to the log)  --JSON-->  FunctionScores | RewardFault
-
 What a fault means for the run is decided in suite.py.
 """
 
@@ -37,7 +35,7 @@ _DESCRIPTOR_FIX = "write only to file descriptors that the function has opened i
 
 
 class Loaded(Reply):
-    """The functions are loaded, or cannot be."""
+    """The reply to `load`."""
 
     loaded: list[str] | None = None
     error: ReportedError | None = None
@@ -48,7 +46,7 @@ class Loaded(Reply):
 
 
 class Golds(Reply):
-    """Gold completions, one a row, or why there are none."""
+    """The reply to `gold`."""
 
     completions: list[Annotated[str, Field(max_length=MAX_GOLD_CHARS)] | None] | None = None
     error: ReportedError | None = None
@@ -59,7 +57,7 @@ class Golds(Reply):
 
 
 class Scored(Reply):
-    """What one call of a function came to."""
+    """The reply to `score`."""
 
     scores: FunctionScores | None = None
     fault: RewardFault | None = None
@@ -133,7 +131,7 @@ class RewardWorker(WorkerProcess):
     def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | RewardFault:
         """Score the batch with one function in at most `limit_s` seconds. Restarts the process if an earlier call ended it.
 
-        The function is not called with completions of a task that does not list it; they get None.
+        Completions that the function does not apply to get None without a call.
         """
         indices = applicable(name, batch, self.tasks)
         if len(indices) == len(batch):
@@ -153,7 +151,19 @@ class RewardWorker(WorkerProcess):
             self.close()
             unrequested = "an earlier call, or a thread that it started, wrote to the socket of the worker process"
             return RewardFault("broken", f"could not be called: {unrequested} outside any request", fix=_DESCRIPTOR_FIX)
-        message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
+        message = {
+            "name": name,
+            "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps},
+            "prompts": [[dict(message) for message in prompt] for prompt in batch.prompts],
+            "completions": list(batch.completions),
+            "completion_ids": [list(ids) for ids in batch.completion_ids],
+            "prompt_ids": [list(ids) for ids in batch.prompt_ids],
+            "columns": {column: list(values) for column, values in batch.columns.items()},
+            "played": [
+                {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans, "answered": one.answered}
+                for one in batch.played
+            ],
+        }
         size = max_reply_bytes([len(ids) for ids in batch.completion_ids])
         reply = self._ask("score", message, Scored, limit_s, size, label=name)
         if isinstance(reply, RewardFault):
@@ -178,12 +188,10 @@ class RewardWorker(WorkerProcess):
         return made.completions or []
 
     def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
-        """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
-
-        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again.
-        """
+        """The index of the completion that makes the function fail, found by halving the batch; None when no single one does."""
 
         def fails(indices: range) -> bool:
+            # After a hang the search takes about as long as the limit again.
             limit = limit_s * len(indices) / len(batch) + SEARCH_GRACE_S
             return isinstance(self.call(name, batch.take(indices), limit), RewardFault)
 
@@ -227,17 +235,3 @@ class RewardWorker(WorkerProcess):
             detail += f" ({reply.measured / 1e9:.3g} GB when its worker process was killed)"
             return RewardFault("died", detail, fix="make it use less memory, or raise rewards.memory_limit_gb")
         return RewardFault("died", detail)
-
-
-def _as_json(batch: ScoreBatch) -> dict[str, Any]:
-    return {
-        "prompts": [[dict(message) for message in prompt] for prompt in batch.prompts],
-        "completions": list(batch.completions),
-        "completion_ids": [list(ids) for ids in batch.completion_ids],
-        "prompt_ids": [list(ids) for ids in batch.prompt_ids],
-        "columns": {name: list(values) for name, values in batch.columns.items()},
-        "played": [
-            {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans, "answered": one.answered}
-            for one in batch.played
-        ],
-    }

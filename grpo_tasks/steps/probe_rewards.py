@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.lab.forecast import GroupSample
+from grpo_tasks.lab.probes import GroupSample
 from grpo_tasks.lab.report import report_markdown
 from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
 from grpo_tasks.processes.child import LOG

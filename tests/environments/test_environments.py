@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_tasks.environments.pool import NOT_REPEATED, OVER
-from grpo_tasks.environments.trial import scripts_of
+from grpo_tasks.lab.environment_checks import scripts_of
 from schemas.errors import ConfigError
 
 STEPS = '''

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from grpo_tasks.judging.judge import Case, Judge
-from grpo_tasks.judging.limits import JudgeLimits
-from grpo_tasks.judging.store import Entry, VerdictStore
+from grpo_tasks.judging.store import Entry, JudgeLimits, VerdictStore
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint
 from tests.judging.test_judge import scores
@@ -29,7 +28,7 @@ judge.score([Case("Why?", sys.argv[2] + " good" * number) for number in range(4)
 HOLDER = """
 import sys, time
 from pathlib import Path
-from grpo_tasks.judging.limits import JudgeLimits
+from grpo_tasks.judging.store import JudgeLimits
 from grpo_tasks.judging.store import VerdictStore
 from schemas.config.rewards import JudgeConfig
 judge = JudgeConfig.model_validate_json(sys.argv[1])
@@ -74,7 +73,7 @@ def test_processes_share_the_limit_of_requests_per_minute(settings, endpoint):
 
 def test_a_fast_judge_keeps_to_the_pace_of_a_slow_one(settings, monkeypatch):
     now = [1_000.0]
-    monkeypatch.setattr("grpo_tasks.judging.limits.time.time", lambda: now[0])
+    monkeypatch.setattr("grpo_tasks.judging.store.time.time", lambda: now[0])
     sent = []
 
     def judge(name, limit):

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_tasks.judging.frame import ask
+from grpo_tasks.judging.frame import MalformedError, ask, parse
 from grpo_tasks.judging.judge import Case, Judge
-from grpo_tasks.judging.verdict import MalformedError, parse
 from grpo_tasks.rollout.vllm_server import BASE, ServerModel, authorization, serving
 from schemas.config.rewards import JudgeConfig
 from schemas.paths import resolve

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grpo_tasks.lab.forecast import GroupSample
+from grpo_tasks.lab.probes import GroupSample
 from grpo_tasks.lab.run import run_lab
 
 SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05}

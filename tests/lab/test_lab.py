@@ -10,10 +10,9 @@ import pytest
 
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import extract
-from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.probes import make_probes, wrong_answer
+from grpo_tasks.lab.probes import GroupSample, make_probes, wrong_answer
 from grpo_tasks.lab.report import FIXES, advice, opinions, report_markdown
-from grpo_tasks.lab.run import lab_error, run_lab
+from grpo_tasks.lab.run import forecast, lab_error, run_lab
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError

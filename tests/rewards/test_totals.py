@@ -11,11 +11,10 @@ from hypothesis.extra.numpy import arrays
 from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
-from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.run import run_lab, stage_totals
+from grpo_tasks.lab.probes import GroupSample
+from grpo_tasks.lab.run import forecast, run_lab, stage_totals
 from grpo_tasks.rewards.contract import batch_of
-from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
+from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, solved, stage_weights, total_scores
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig

@@ -16,7 +16,7 @@ ENVIRONMENTS = ("serve", "forms", "texts")
 OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/inspection.py": {"reward"},  # a column of the completions
     "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
-    "grpo_tasks/lab/probe_set.py": {"reward"},  # what an environment gave
+    "grpo_tasks/lab/probes.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/serve.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/worker.py": {"reward"},  # what an environment gave
     "grpo_tasks/rollout/conversations/record.py": {"reward"},  # what an environment gave
