@@ -24,8 +24,8 @@ from grpo_tasks.running.orchestrator import (
 )
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.stage.journal import Journal
-from grpo_tasks.stage.pruning import curve_of, publish_curve
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.stage.watch import curve_of, publish_curve
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.runs import TrackedRun, open_run

@@ -42,7 +42,7 @@ def test_the_steps_are_the_files_of_their_folder():
 
 
 STARTED = {
-    "train_stage": {"grpo_tasks.grpo.__main__", "grpo_tasks.trl_engine.__main__"},
+    "train_stage": {"grpo_tasks.grpo.__main__"},
     "evaluate_model": {"grpo_tasks.rollout.__main__", "grpo_tasks.rewards.serve", "grpo_tasks.environments.serve"},
     "merge_adapter": {"grpo_tasks.policy.__main__"},
     "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.served.proof"},
@@ -252,8 +252,7 @@ def test_only_kit_and_processes_start_processes_and_sleep_in_loops():
 
 
 STARTED_ABOVE = {
-    ("grpo_tasks/stage/run.py", "grpo_tasks.grpo"): "a stage is a folder and a command: the engine that its spec names",
-    ("grpo_tasks/stage/run.py", "grpo_tasks.trl_engine"): "the same",
+    ("grpo_tasks/stage/run.py", "grpo_tasks.grpo"): "a stage is a folder and a command",
     ("grpo_tasks/stage/run.py", "grpo_tasks.cluster.stage"): "the same, on other nodes",
     ("grpo_tasks/rollout/spec.py", "grpo_tasks.cluster.sampling"): "samples are a folder and a command too",
 }

@@ -38,7 +38,7 @@ from grpo_tasks.judging.store import LOCAL_RANKS
 from grpo_tasks.processes.child import run_child
 from grpo_tasks.stage.checkpoint import is_intact
 from grpo_tasks.stage.journal import Events, Journal
-from grpo_tasks.stage.run import package_of
+from grpo_tasks.stage.run import TRAINER
 from grpo_tasks.stage.stage_dir import OWN_DISK, StageDir, StageSpec
 from schemas.config.operations import ClusterConfig
 from schemas.errors import TrainingError
@@ -199,7 +199,7 @@ class StageSupervisor:
             environments = rank_environments(first.facts.address, port, number, local, ranks)
             mirrored = Mirrored() if number else MIRRORED
             environments = tuple(rank | key for rank in environments)
-            jobs.append(Job(package_of(spec.stage), "", spec.model_dump_json(), mirrored, environments))
+            jobs.append(Job(TRAINER, "", spec.model_dump_json(), mirrored, environments))
         base = first.ask("resolve", model_at(first.facts.root, self.spec.model, self.spec.start, files)[1].path)
         inbox = Inbox(self.dir.root, MIRRORED, partial(store, self.dir, self.spec, base))
         return RunningJob(members, jobs, inbox, str(self.dir.root))

@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.grpo STAGE_DIR`: train a stage of any kind, or resume it; by hand and by the pipeline alike.
+"""`python -m grpo_tasks.grpo STAGE_DIR`: train a stage of any kind with the engine it names, or resume it.
 
 With several nodes torchrun starts every rank with this command. On one node this module starts the ranks itself.
 """
@@ -33,10 +33,17 @@ def main(root: Path) -> None:
         return
     spec = StageSpec.load(directory.spec)
     stage = spec.stage
-    if spec.resources.num_processes > 1 and "RANK" not in os.environ:
+    by_trl = stage.engine == "trl" and stage.kind == "grpo"
+    if spec.resources.num_processes > 1 and "RANK" not in os.environ and not by_trl:
         _start_ranks(directory.root, spec.resources.num_processes)
         return
     suite = RewardSuite(spec.rewards, stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log)
+    if by_trl:
+        from grpo_tasks.grpo import trl
+
+        with suite:
+            trl.train(directory, spec, suite)
+        return
     # Demonstrations are neither sampled nor scored: no process of reward functions, no server.
     samples = stage.kind != "sft" or stage.eval_steps is not None
     with ExitStack() as stack:

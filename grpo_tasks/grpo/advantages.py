@@ -25,13 +25,13 @@ STD_FLOOR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Scores of N completions, group by group, from F functions."""
+    """Of N completions, group by group, from F functions."""
 
     scores: Float[Tensor, "N F"]
-    """Before weights; NaN where a function does not apply."""
+    """NaN where a function does not apply."""
     weights: Float[Tensor, " F"]
     tokens: Float[Tensor, "N T F"] | None = None
-    """Scores per token, if some function returned them; the score of a completion is the mean over its tokens. NaN on padding."""
+    """If some function scored tokens; the score of a completion is the mean over its tokens. NaN on padding."""
 
     @property
     def totals(self) -> Float[Tensor, " N"]:
@@ -41,28 +41,24 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of N completions in P groups."""
+    """Of N completions in P groups."""
 
     values: Float[Tensor, "N _"]
     """One per completion [N, 1], or one per token [N, T]; exactly 0 in dead groups."""
     group_std: Float[Tensor, " P"]
-    """Standard deviation of the rewards in each group (n - 1 in the denominator)."""
+    """Of the rewards in each group (n - 1 in the denominator)."""
     dead: Bool[Tensor, " P"]
-    """Groups whose rewards tie: they carry no signal."""
+    """Groups whose rewards tie."""
 
 
 def advantages(rewards: Rewards, stage: StageConfig) -> Advantages:
-    """Advantages of the completions of a rollout.
-
-    Args:
-        rewards: of complete groups of `stage.num_generations`.
-        stage: for `multi_objective_aggregation`, `scale_rewards` and `baseline`.
-    """
+    """Advantages of complete groups of `stage.num_generations`."""
     size, split = stage.num_generations, stage.multi_objective_aggregation == "normalize_then_sum"
     group_std = nanstd(rewards.totals.view(-1, size))  # [N] -> [P, G] -> [P]
     # A tie is a tie of what the advantage is made of: each function by itself when each is normalised, else the total as one
     # function [N, 1]. Scores that cancel in the sum are a tie only in the second case.
-    compared = rewards if split else Rewards(rewards.totals[:, None], torch.ones(1), _summed(rewards))
+    summed = None if rewards.tokens is None else _weighted(rewards.tokens, rewards.weights)[..., None]
+    compared = rewards if split else Rewards(rewards.totals[:, None], torch.ones(1), summed)
     dead = _ties(compared, size)
     if split:
         # GDPO (arXiv:2601.05242): each function in units of its own spread in the group, so that none drowns out the others.
@@ -120,10 +116,6 @@ def _ties(rewards: Rewards, size: int) -> Bool[Tensor, " P"]:
 def _weighted(scores: Float[Tensor, "*B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, "*B"]:
     # numpy, because the reward lab computes totals with the same function and runs without torch.
     return torch.from_numpy(total_scores(scores.numpy(), weights.numpy()))
-
-
-def _summed(rewards: Rewards) -> Float[Tensor, "N T 1"] | None:
-    return None if rewards.tokens is None else _weighted(rewards.tokens, rewards.weights)[..., None]
 
 
 def _normalised(rewards: Rewards, size: int) -> Rewards:

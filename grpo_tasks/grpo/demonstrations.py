@@ -1,8 +1,6 @@
 """Rows of the data -> demonstrations as tokens; the others are counted, named with their line and left out.
 
-A refused row is no crash: the run goes on as long as `max_invalid_fraction` allows, and stops before the model is loaded
-otherwise. Texts are data: they are never executed, and one that contains a marker of the chat template is refused, because it
-could open a turn of its own.
+Texts are data: one that contains a marker of the chat template is refused, because it could open a turn of its own.
 """
 
 import json
@@ -14,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import RefusedError, contains_special, end_marker, rendered, special_tokens, turn_end
+from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.rounds import PromptSchedule, Rollout, Round, ScoredRollout
 from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.rewards.suite import Scores
+from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.prompts import PLAIN, PromptRow
@@ -38,7 +42,7 @@ _SHOWN = 3
 
 
 class UnusableError(Exception):
-    """A demonstration cannot be trained on: the name of the reason, and a sentence."""
+    """A demonstration that cannot be trained on."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -50,13 +54,12 @@ class Demonstration:
     """What continues a prompt, as tokens."""
 
     prompt: list[int]
-    """Token ids of the prompt."""
     token_ids: list[int]
-    """Token ids of everything after the prompt."""
+    """Of everything after the prompt."""
     trained: list[bool]
-    """For each of them whether the assistant wrote it."""
+    """For each of `token_ids` whether the assistant wrote it."""
     text: str
-    """What the assistant wrote, its turns joined by a blank line."""
+    """What the assistant wrote."""
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> Demonstration:
@@ -84,7 +87,7 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], tur
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> list[tuple[str, bool]]:
-    """Texts after the prompt in order, each with whether the assistant wrote it; nothing after its last turn."""
+    """Texts after the prompt, each with whether the assistant wrote it; nothing after its last turn."""
     written, end = _render(tokenizer, prompt, opened=True), turn_end(tokenizer)
     parts: list[tuple[str, bool]] = []
     for index, turn in enumerate(turns):
@@ -112,22 +115,18 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
 
 
 def _check_complete(turn: Turn, said: str) -> None:
-    """Refuse a turn whose text the template does not write in full; only whitespace may differ."""
-    content = str(turn.get("content") or "")
-    if _compact(content) in _compact(said):
+    content, written = str(turn.get("content") or ""), "".join(said.split())
+    # Only whitespace may differ.
+    if "".join(content.split()) in written:
         return
     thought, tag, answer = content.rpartition("</think>")
-    keeps_answer = bool(tag and thought) and _compact(answer) in _compact(said)
+    keeps_answer = bool(tag and thought) and "".join(answer.split()) in written
     what = f"what stands before {tag}" if keeps_answer else "a part"
     raise UnusableError(
         "cut_by_template",
         f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that "
         "keeps them, for example by rollout.chat_template_kwargs, or demonstrations without them",
     )
-
-
-def _compact(text: str) -> str:
-    return "".join(text.split())
 
 
 def _short(text: str) -> str:
@@ -163,7 +162,6 @@ class Demonstrations:
 
     rows: list[PromptRow]
     tokens: list[Demonstration]
-    """One for each of `rows`: several rows may have one prompt, and solutions of their own."""
     refused: list[Refusal]
 
     def summary(self) -> str:
@@ -177,9 +175,9 @@ class Demonstrations:
         lines = []
         for one in self.refused:
             place = {"source": one.row.source, "line": one.row.line, "prompt_id": one.row.prompt_id}
-            lines.append(place | {"reason": one.reason, "detail": one.detail})
+            lines.append(json.dumps(place | {"reason": one.reason, "detail": one.detail}))
         if lines:
-            path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+            path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def read_demonstrations(
@@ -213,7 +211,7 @@ def read_demonstrations(
 
 
 def check_share(found: Demonstrations, settings: DemonstrationsConfig, *, stage: str, listed: Path) -> None:
-    """DataError when too many rows have no demonstration: the counts, the first refused rows, the file that names all."""
+    """DataError when too many rows have no demonstration."""
     total = len(found.rows) + len(found.refused)
     if found.rows and len(found.refused) <= settings.max_invalid_fraction * total:
         return
@@ -259,31 +257,26 @@ def _finder(rows: Sequence[PromptRow], settings: DemonstrationsConfig) -> Callab
 
 
 def _turns(row: PromptRow, given: object) -> list[Turn]:
-    """The messages after the prompt, with at least one turn of the assistant, the last one."""
+    """The messages after the prompt, up to the last turn of the assistant."""
     if given is None:
         raise UnusableError("missing", "there is no demonstration")
     if isinstance(given, str):
         given = [{"role": "assistant", "content": given}]
     if not isinstance(given, list) or not all(isinstance(turn, Mapping) for turn in given):
         raise UnusableError("not_messages", f"the demonstration is {type(given).__name__}, neither a text nor chat messages")
-    turns = _without_prompt(row, given)
+    turns, plain = list(given), [{"role": turn.get("role"), "content": turn.get("content")} for turn in given]
+    prompt = [dict(message) for message in row.messages]
+    # A column of complete conversations repeats the prompt; a system prompt of the config stands in the prompt only.
+    for begin in (prompt, [message for message in prompt if message["role"] != "system"]):
+        if begin and plain[: len(begin)] == begin:
+            turns = turns[len(begin) :]
+            break
     for turn in turns:
         _check_turn(turn, row)
     last = max((index for index, turn in enumerate(turns) if turn["role"] == "assistant"), default=None)
     if last is None:
         raise UnusableError("no_assistant_turn", "the demonstration has no turn of the assistant")
     return turns[: last + 1]
-
-
-def _without_prompt(row: PromptRow, turns: Sequence[Turn]) -> list[Turn]:
-    """The turns without the prompt, which a column of complete conversations repeats."""
-    prompt = [dict(message) for message in row.messages]
-    plain = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
-    # A system prompt of the config stands in the prompt and not in the data.
-    for begin in (prompt, [message for message in prompt if message["role"] != "system"]):
-        if begin and plain[: len(begin)] == begin:
-            return list(turns[len(begin) :])
-    return list(turns)
 
 
 def _check_turn(turn: Turn, row: PromptRow) -> None:
@@ -296,3 +289,28 @@ def _check_turn(turn: Turn, row: PromptRow) -> None:
         raise UnusableError("not_messages", f"the content of a message is {type(content).__name__}, not a text")
     if role == "assistant" and not calls and not str(content).strip():
         raise UnusableError("empty", "a turn of the assistant is empty")
+
+
+class DemonstrationRounds:
+    """Rounds of kind sft, siblings of rounds.Rounds: demonstrations of the next prompts, as if they had been sampled."""
+
+    ahead = 0
+
+    def __init__(self, found: Demonstrations, schedule: PromptSchedule) -> None:
+        self._found, self._schedule = found, schedule
+
+    def take(self, number: int) -> Round:
+        """Round `number`, counted from 0; no reward compares its texts, and none is left out."""
+        numbers = self._schedule.prompts_of(number)
+        rows, made, count = [self._found.rows[at] for at in numbers], [self._found.tokens[at] for at in numbers], len(numbers)
+        texts = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made]
+        rollout = Rollout(rows, [one.prompt for one in made], texts, group_size=1, seconds=0.0)
+        scores = Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
+        gained = Advantages(torch.zeros(count, 1), torch.zeros(count), torch.zeros(count, dtype=torch.bool))
+        return Round(ScoredRollout(rollout, scores, 0.0), gained, 0, rollout.num_tokens, version=number)
+
+    def drop(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing is sampled."""

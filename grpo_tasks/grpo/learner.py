@@ -6,38 +6,39 @@ sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
 
 from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, off_policy_mask, policy_loss, sampling_correction
 from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.logprobs import TokenScores
 from grpo_tasks.policy.sharded import gather_shards
 from schemas.config.stage import StageConfig
-from schemas.errors import NotFiniteError, TrainingError
+from schemas.errors import ConfigError, NotFiniteError, TrainingError
 
 
 @dataclass(slots=True)
 class Learner:
-    """Trains the policy."""
+    """Makes the updates of a stage."""
 
     policies: Policies
     stage: StageConfig
     ranks: Ranks
     updates: int
-    """Number of updates of the complete stage, for the schedule of the learning rate."""
+    """Of the complete stage, for the schedule of the learning rate."""
     optimizer: torch.optim.Optimizer = field(init=False)
-    scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
+    scheduler: LRScheduler = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,11 +52,11 @@ class Learner:
 
     @property
     def model(self) -> CausalLM:
-        """The policy that is trained."""
+        """The policy."""
         return self.policies.model
 
     @property
-    def scaler(self) -> "torch.amp.GradScaler | None":
+    def scaler(self) -> torch.amp.GradScaler | None:
         """Multiplies the loss in float16, so that small gradients do not become 0; None for other dtypes."""
         return self.ranks.accelerator.scaler
 
@@ -95,7 +96,7 @@ class Learner:
 
     @torch.no_grad()
     def old_logps(self, microbatch: Microbatch) -> Float[Tensor, "N T"]:
-        """log-probabilities under the present policy, without gradients: the `old_logps` of later updates."""
+        """log-probabilities under the present policy, without gradients."""
         return self.policies.scores(microbatch.tokens).logps
 
     def slow_down(self, factor: float) -> None:
@@ -112,7 +113,6 @@ class Learner:
         threshold: Float[Tensor, ""] | None,
         figures: UpdateFigures,
     ) -> None:
-        """Forward, loss and backward of one microbatch."""
         supervised = self.stage.kind != "grpo"
         scores = self.policies.scores(microbatch.tokens, entropy_gradients=self.stage.entropy_coef > 0, count_hits=supervised)
         # At beta 0 it does not enter the loss: the update is the same whether the KL is measured or not.
@@ -163,7 +163,7 @@ class Learner:
         )
 
     def _step(self, figures: UpdateFigures) -> None:
-        """Sum the gradients over the ranks, clip them and make the optimizer step; no step when something is wrong."""
+        """Sum the gradients over the ranks, clip them, step; no step when something is wrong."""
         limit = self.stage.max_sampling_logp_difference
         difference = 0.0 if limit is None or figures.mismatch is None else figures.mismatch / figures.tokens
         if limit is not None and difference > limit:
@@ -211,9 +211,37 @@ class Learner:
 
     @torch.no_grad()
     def _entropy_threshold(self, microbatches: Sequence[Microbatch]) -> Float[Tensor, ""] | None:
-        """The entropy above which a token's policy term counts; the quantile is that of the complete update, on all ranks."""
+        """A quantile of the complete update, on all ranks."""
         scored = [(microbatch, self.policies.scores(microbatch.tokens).entropies) for microbatch in microbatches]
         # [N, T] -> [M]: padding has the entropy 0 and would shift the quantile.
         mine = [entropies[microbatch.trained].cpu() for microbatch, entropies in scored if not microbatch.idle]
         every_rank = [entropies for found in self.ranks.gather(mine) for entropies in found]
         return entropy_threshold(torch.cat(every_rank), self.stage) if every_rank else None
+
+
+def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer named by `stage.optim`; ConfigError for an 8-bit one without bitsandbytes."""
+    options: dict[str, Any] = {
+        "lr": stage.learning_rate,
+        "betas": (stage.adam_beta1, stage.adam_beta2),
+        "eps": stage.adam_epsilon,
+        "weight_decay": stage.weight_decay,
+    }
+    if stage.optim in ("adamw_torch", "adamw_torch_fused"):
+        return torch.optim.AdamW(parameters, fused=stage.optim.endswith("fused"), **options)
+    try:
+        from bitsandbytes.optim import adamw
+    except ImportError as error:
+        raise ConfigError(
+            f"optim {stage.optim} needs bitsandbytes",
+            place=f"stage {stage.name}",
+            fix="pip install '.[gpu]', or optim: adamw_torch",
+        ) from error
+    kind = adamw.PagedAdamW8bit if stage.optim.startswith("paged") else adamw.AdamW8bit
+    return kind(parameters, **options)
+
+
+def make_scheduler(stage: StageConfig, optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
+    """The learning rate over the updates of a stage, as transformers' Trainer sets it."""
+    warmup = stage.warmup_steps or math.ceil(stage.warmup_ratio * updates)
+    return get_scheduler(stage.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=updates)

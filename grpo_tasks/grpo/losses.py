@@ -10,9 +10,9 @@
 
     loss     = sum_t weight_t (keep_t on_policy correction_t policy_t + beta kl_t)  -  entropy_coef mean_t entropy_t
 
-`weight_t` carries the entire difference between the averages of GRPO, BNPO, Dr. GRPO and DAPO (see `token_weights`). The
-weights are computed for the complete update before it is split into microbatches. Gradient accumulation is therefore exact, and
-leaving out a dead group changes nothing: its advantages are 0, so its policy term is 0 whatever its weight.
+`weight_t` carries the entire difference between the averages of GRPO, BNPO, Dr. GRPO and DAPO. The weights are computed for the
+complete update before it is split into microbatches: gradient accumulation is exact, and leaving out a dead group changes
+nothing, because its advantages are 0.
 
 Shapes: N completions of a microbatch, padded to T tokens. [N, 1] broadcasts over the tokens of a completion.
 """
@@ -30,7 +30,7 @@ from schemas.config.stage import StageConfig
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss of a microbatch is computed from; padding is removed by weights of 0."""
+    """What the loss of a microbatch is computed from."""
 
     logps: Float[Tensor, "N T"]
     """log-probabilities (nats) under the policy that is trained; the only input that always carries gradients."""
@@ -39,7 +39,6 @@ class LossInputs:
     ref_logps: Float[Tensor, "N T"] | None
     """Under the reference policy; None when beta is 0."""
     advantages: Float[Tensor, "N _"]
-    """One per completion [N, 1], or one per token [N, T]."""
     mask: Bool[Tensor, "N T"]
     """False on padding, and on tokens that the policy did not write."""
     weights: Float[Tensor, "N T"]
@@ -47,27 +46,25 @@ class LossInputs:
     keep: Bool[Tensor, "N T"] | None = None
     """Tokens whose policy term counts, those of high entropy; None: all."""
     correction: Float[Tensor, "N _"] | None = None
-    """From `sampling_correction`: [N, T], or [N, 1] for one factor per sequence."""
+    """From `sampling_correction`."""
     on_policy: Bool[Tensor, "N _"] | None = None
-    """From `off_policy_mask`: completions whose policy term counts; None: all."""
+    """From `off_policy_mask`."""
     entropies: Float[Tensor, "N T"] | None = None
     """Entropy (nats) of each token's distribution, with gradients; for the entropy bonus only."""
     entropy_weights: Float[Tensor, "N T"] | None = None
-    """Weight of each token in the mean of the entropy bonus."""
+    """Of each token in the mean of the entropy bonus."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The loss and the figures that come with it: sums over tokens, so that microbatches can be added."""
+    """The loss, with gradients, and sums over tokens, so that microbatches can be added."""
 
     loss: Float[Tensor, ""]
-    """With gradients."""
     kl_sum: Float[Tensor, ""]
-    """Sum of the k3 estimates (nats); 0 when beta is 0."""
+    """Of the k3 estimates (nats); 0 when beta is 0."""
     clipped_low: Float[Tensor, ""]
     """Tokens whose ratio is below the clip range while that matters, for a sequence ratio all tokens of the sequence."""
     clipped_high: Float[Tensor, ""]
-    """The same above the clip range."""
 
 
 def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
@@ -151,9 +148,8 @@ def sampling_correction(
 ) -> Float[Tensor, "N _"] | None:
     """pi_old / pi_sampler per token [N, T] or per sequence [N, 1], truncated or masked; None: no correction.
 
-    A sampler with other kernels or another precision draws from a slightly different policy. This is the importance weight that
-    corrects for it (fengyao.notion.site/off-policy-rl), with TRL's four modes: the level, then what happens outside the bounds.
-    The geometric mean is verl's third level: it compares completions of all lengths by one bound.
+    The importance weight of a sampler with other kernels or another precision (fengyao.notion.site/off-policy-rl), with TRL's
+    four modes. The geometric mean is verl's third level: it compares completions of all lengths by one bound.
     """
     # auto: nobody has said that there are servers (StageSpec.with_correction).
     if stage.importance_sampling_correction in ("none", "auto"):
@@ -180,13 +176,11 @@ def off_policy_mask(
     mask: Bool[Tensor, "N T"],
     stage: StageConfig,
 ) -> Bool[Tensor, "N _"] | None:
-    """True where the policy term counts; None: everywhere.
-
-    DeepSeek-V3.2 (arXiv:2512.02556 eq. 9): a bad completion that the policy would hardly say any more teaches it nothing, and its
-    unbounded gradient does harm. The mean of log pi_sampler - log pi over its tokens estimates how far the policy has moved away.
-    """
+    """True where the policy term counts; None: everywhere (DeepSeek-V3.2, arXiv:2512.02556 eq. 9)."""
     if stage.off_policy_mask_threshold is None:
         return None
+    # A bad completion that the policy would hardly say any more teaches it nothing, and its unbounded gradient does harm. The
+    # mean of log pi_sampler - log pi over its tokens estimates how far the policy has moved away.
     fallen = ((sampler_logps - logps.detach()) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # [N, 1]
     return (advantages >= 0) | (fallen <= stage.off_policy_mask_threshold)
 
@@ -205,7 +199,7 @@ def k3(log_ratio: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
     """exp(x) - x - 1 for x = log(ref / policy): an unbiased estimate of KL(policy || ref) that is never negative.
 
     joschu.net/blog/kl-approx.html. The plain estimate -x is unbiased too, but often negative; exp(x) - 1 has the mean 0 under
-    the policy and cancels most of that noise. Any shape: the loss has [N, T], the figures have the M tokens that count.
+    the policy and cancels most of that noise.
     """
     return log_ratio.exp() - log_ratio - 1
 
@@ -213,14 +207,7 @@ def k3(log_ratio: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
 def token_weights(
     mask: Bool[Tensor, "N T"], stage: StageConfig, *, max_completion_length: int, microbatch_size: int
 ) -> Float[Tensor, "N T"]:
-    """Weight of each token in the loss of the update, by the average of `loss_type`.
-
-    Args:
-        mask: tokens that count, of all N completions of the update (not of a microbatch).
-        stage: for `loss_type`.
-        max_completion_length: the configured limit, in tokens.
-        microbatch_size: completions per microbatch (`per_device_train_batch_size`); only bnpo depends on it.
-    """
+    """Weight of each token in the loss, by the average of `loss_type`; `mask` is that of the complete update."""
     return LOSSES[stage.loss_type].weights(mask, max_completion_length, microbatch_size)
 
 
@@ -250,7 +237,7 @@ def constant_weights(mask: Bool[Tensor, "N T"], max_completion_length: int, _: i
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one `loss_type` is: the term of a token, the ratios outside which it counts as clipped, the weights of tokens."""
+    """One `loss_type`: the term of a token, the ratios outside which it counts as clipped, the weights of tokens."""
 
     term: Callable[[Float[Tensor, "N _"], LossInputs, StageConfig], Float[Tensor, "N _"]]
     bounds: Callable[[StageConfig], tuple[float, float]]

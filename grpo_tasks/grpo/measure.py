@@ -14,10 +14,10 @@ from torch import Tensor
 
 from grpo_tasks.data.table import pass_rate_columns
 from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.rewards.suite import mean_total, total_scores
+from grpo_tasks.grpo.rounds import ScoredRollout
+from grpo_tasks.rewards.suite import Scores, mean_total, total_scores
 from grpo_tasks.rollout.engine import Completion, conversation_column
 from schemas import metrics as metric
 
@@ -43,24 +43,23 @@ class UpdateFigures:
     completions: float = 0.0
     entropy: float = 0.0
     kl: float | None = None
-    """None: not measured in this update."""
+    """Here and below None is what was not measured, or does not exist in this stage."""
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     mismatch: float | None = 0.0
-    """|log p(sampler) - log p(trainer)|; None: the sampler reports no probabilities that could be compared."""
+    """|log p(sampler) - log p(trainer)|."""
     mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
     mismatch_worst: float = 0.0
     """|mean over a completion's tokens|, of the completion where it is largest."""
     correction: float | None = None
-    """None: the sampler is not corrected for."""
     correction_squared: float | None = None
     off_policy: float | None = None
-    """Completions without a policy term; None: there is no threshold."""
+    """Completions without a policy term."""
     loss_scale: float | None = None
-    """Factor of the loss in float16; None: it is not scaled."""
+    """Factor of the loss in float16."""
     hits: float | None = None
-    """Trained tokens that the policy ranks first; None: the update was no supervised one."""
+    """Trained tokens that the policy ranks first, in a supervised update."""
     skipped: bool = False
     """The scaled gradient overflowed and no step was made."""
     _unread: list[tuple[tuple[str, ...], Float[Tensor, " _"]]] = field(default_factory=list, repr=False)
@@ -197,17 +196,26 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
         metric.ROLLOUT_TIME: scored.rollout.seconds,
         metric.REWARD_TIME: scored.seconds,
     }
-    metrics |= conversation_metrics(completions)
-    for index, name in enumerate(scores.names):
-        column = scores.raw[:, index]
+    metrics |= (
+        conversation_metrics(completions) | weight_metrics(scores) | score_metrics(scores, "rewards", "mean", "std", "success")
+    )
+    return _known(metrics | task_rewards(metric.TASK_REWARD, scored, scores.totals) | scores.metrics)
+
+
+def score_metrics(scores: Scores, family: str, *figures: str) -> dict[str, float]:
+    """`figures` of each reward function's scores, over the completions that it applies to."""
+    found: dict[str, float] = {}
+    for name, column, full in zip(scores.names, scores.raw.T, scores.full, strict=True):
         known = column[~np.isnan(column)]
-        metrics[f"rewards/{name}/weight"] = float(scores.weights[index])
         if len(known):
-            metrics[f"rewards/{name}/mean"] = float(known.mean())
-            metrics[f"rewards/{name}/std"] = float(known.std())
-            metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    metrics |= task_rewards(metric.TASK_REWARD, scored, scores.totals) | scores.metrics
-    return _known(metrics)
+            every = {"mean": known.mean(), "std": known.std(), "success": (known >= full).mean()}
+            found |= {f"{family}/{name}/{figure}": float(every[figure]) for figure in figures}
+    return found
+
+
+def weight_metrics(scores: Scores) -> dict[str, float]:
+    """The present weight of each reward function."""
+    return {f"rewards/{name}/weight": float(weight) for name, weight in zip(scores.names, scores.weights, strict=True)}
 
 
 def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
@@ -246,15 +254,9 @@ def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]
 
 def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
     """Rewards of held-out completions by the configured weights, not the present adaptive ones, so that they can be compared."""
-    scores = scored.scores
-    totals = total_scores(scores.raw, weights)
+    totals = total_scores(scored.scores.raw, weights)
     metrics = {metric.EVAL_REWARD: mean_total(totals)} | task_rewards(metric.EVAL_TASK_REWARD, scored, totals)
-    for index, name in enumerate(scores.names):
-        known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
-        if len(known):
-            metrics[f"eval_rewards/{name}/mean"] = float(known.mean())
-            metrics[f"eval_rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    return _known(metrics)
+    return _known(metrics | score_metrics(scored.scores, "eval_rewards", "mean", "success"))
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -262,15 +264,20 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int) -> pa.Table:
-    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique."""
+def completions_table(
+    scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int | None
+) -> pa.Table:
+    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique.
+
+    Without a `policy_version` there is no such column.
+    """
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pa.table(
         {
             "stage": [stage] * len(rows),
             "step": [step] * len(rows),
-            "policy_version": [policy_version] * len(rows),
+            **({} if policy_version is None else {"policy_version": [policy_version] * len(rows)}),
             "prompt_id": [row.prompt_id for row in rows],
             "sample": [index % rollout.group_size for index in range(len(rows))],
             "prompt": [row.messages[-1]["content"] for row in rows],
@@ -290,7 +297,7 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
 
 
 class GpuMeter:
-    """Peak memory and, where NVML counts it, energy of the GPU between two readings; nothing on a CPU."""
+    """Peak memory and, where NVML counts it, energy of a GPU between two readings."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None

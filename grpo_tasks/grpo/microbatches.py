@@ -2,8 +2,7 @@
 
 Dead groups and masked completions are left out: their gradient is zero, so there is nothing to compute. With beta above 0 they
 lose their KL term as well, on purpose: a group without signal should not pull the policy anywhere (`skip_dead_groups: false`
-keeps them). A microbatch is as large as a number of completions or a budget of tokens allows. How an update is split changes
-rounding only.
+keeps them). How an update is split changes rounding only.
 """
 
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import Rollout, ScoredRollout
 from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
 from grpo_tasks.rewards.suite import solved
 from grpo_tasks.rollout.engine import Completion
@@ -26,26 +25,25 @@ from schemas.config.stage import StageConfig
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """N completions, padded to T tokens, with everything the loss needs to know about them."""
+    """N completions, padded to T tokens."""
 
     indices: Sequence[int]
-    """Their indices in the rollout."""
+    """In the rollout."""
     tokens: TokenBatch
     trained: Bool[Tensor, "N T"]
-    """The tokens that the policy wrote. All others pass through the model and have no loss, and no figure counts them."""
+    """The tokens that the policy wrote. All others have no loss, and no figure counts them."""
     weights: Float[Tensor, "N T"]
-    """Weight of each token in the loss of the update."""
+    """Of each token in the loss of the update."""
     advantages: Float[Tensor, "N _"]
     """Per completion [N, 1], or per token [N, T]."""
     entropy_weights: Float[Tensor, "N T"]
-    """Weight of each token in the mean entropy of the update."""
+    """Of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding and where the policy did not write."""
     sampler_policy_logps: Float[Tensor, "N T"] | None
-    """The same under the sampler's model at the sampling temperature alone, which the trainer's are compared with; None: the
-    sampler does not report them."""
+    """The same at the sampling temperature alone, which the trainer's are compared with; None: not reported."""
     idle: bool = False
-    """Goes through the model only because other ranks have more microbatches; adds nothing to the gradient."""
+    """Only keeps step with other ranks: adds nothing to the gradient."""
 
 
 def make_microbatches(
@@ -61,8 +59,6 @@ def make_microbatches(
 ) -> list[Microbatch]:
     """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
 
-    Kinds sft and rejection weigh all trained tokens of the update alike, whatever their group earned.
-
     With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
     once, so a rank that is done early would leave the others waiting.
     """
@@ -76,6 +72,7 @@ def make_microbatches(
         mask &= torch.tensor([not completion.truncated for completion in completions])[:, None]
     # Before the split: means over the update must not depend on which completions share a microbatch or a rank.
     limits = {"max_completion_length": max_completion_length, "microbatch_size": size}
+    # Kinds sft and rejection weigh all trained tokens alike, whatever their group earned.
     weights = mean_weights(mask) if supervised else token_weights(mask, stage, **limits)
     # The entropy bonus has a gradient in dead groups too.
     keep_dead = supervised or not stage.skip_dead_groups or stage.entropy_coef > 0
@@ -201,12 +198,10 @@ def _assemble(
 
 
 def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
-    """True for the tokens that the policy wrote."""
     # Padded like token ids: 0, which is no token that was written.
     return pad([completion.wrote for completion in completions], left=False)[0] > 0
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:
-    """Rows of numbers, 0 where padded."""
     mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
     return fill(rows, mask, torch.float32)

@@ -36,7 +36,6 @@ class Policies:
     """Scores completion tokens under the trained policy and under the reference."""
 
     model: CausalLM
-    """The policy that is trained."""
     spec: StageSpec
     ranks: Ranks
     sharded: bool = False
@@ -75,7 +74,7 @@ class Policies:
         return isinstance(self.model, PeftModel)
 
     def scores(self, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False) -> TokenScores:
-        """log-probabilities and entropies [N, T] under the policy that is trained, and on request which tokens it ranks first."""
+        """Under the policy that is trained; on request which tokens it ranks first."""
         return self._forward(self.model, tokens, entropy_gradients=entropy_gradients, count_hits=count_hits)
 
     @torch.no_grad()
@@ -140,7 +139,7 @@ class Policies:
         return "plain"
 
     def _fault(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
-        """What is wrong with a layout; None if it agrees with the model's own forward pass, with and without adapter."""
+        """None if the layout agrees with the model's own forward pass, with and without adapter."""
         with self.ranks.accelerator.autocast(), shaken_adapter(self.model, rows, self.spec.model.dtype) as shift:
             for without in (False, True) if shift else (False,):
                 with self.model.disable_adapter() if without else nullcontext():

@@ -1,7 +1,7 @@
 """The ranks of a stage: the processes that train it together. With one process everything here is the identity.
 
-Each rank samples and scores its share of a rollout's groups; then all ranks know the complete rollout. Each rank computes the
-gradient of its share of the completions; then all ranks hold the sum. Weights and optimizer are equal on all ranks.
+Each rank samples and scores its share of a rollout's groups, and computes the gradient of its share of the completions. The
+complete rollout, the summed gradient, weights and optimizer are equal on all ranks.
 """
 
 import os
@@ -26,7 +26,7 @@ class Ranks:
 
     accelerator: Accelerator
     group: "torch.distributed.ProcessGroup | None" = None
-    """The group that `gather` uses; None: the default one."""
+    """For `gather`; None: the default one."""
 
     @classmethod
     def of(cls, spec: StageSpec, device: torch.device) -> "Ranks":
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Number of ranks."""
+        """Of ranks."""
         return self.accelerator.num_processes
 
     @property

@@ -4,13 +4,14 @@
     max_staleness 1     train 1 | train 2 | train 3 | ...                  round n + 1 is sampled by the policy that enters
                         sample 2 | sample 3 | sample 4 | ...               the training on round n
 
-Which policy samples a round depends on the round's number and on the barriers only, never on how fast anything is: a stage that
-is run again ends in the same bytes. A barrier is an update with a checkpoint or a held-out evaluation: nothing is started beyond
-it, so no round is in flight there.
+Which prompts a round has, and which policy samples it, depends on its number, the seed and the barriers only, never on how fast
+anything is: a stage that is run again ends in the same bytes, and a resumed one needs no sampler state. A barrier is an update
+with a checkpoint or a held-out evaluation: nothing is started beyond it, so no round is in flight there.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -20,34 +21,139 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.conversations import Played
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
-from grpo_tasks.grpo.demonstrations import Demonstrations
-from grpo_tasks.grpo.groups import (
-    Rollout,
-    ScoredRollout,
-    join,
-    play_groups,
-    sample_groups,
-    score_groups,
-    take_groups,
-    with_charged_faults,
-)
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rollout.conversations.play import Player
-from grpo_tasks.rollout.engine import Completion, EngineReport, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, total_scores
+from grpo_tasks.rollout.conversations.play import Player, Start
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.data import TaskConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import TrainingError
 from schemas.metrics import POLICY_LAG, SAMPLER_WAIT, TRAINER_WAIT
 from schemas.prompts import PromptRow
 
 
 @dataclass(frozen=True, slots=True)
+class TaskShare:
+    """The rows of one task, and its share of the prompts."""
+
+    name: str
+    weight: float
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Tasks by turns, so that any run of prompts holds each task as often as its weight says, to within a prompt or two.
+
+    The j-th prompt of a task (from 0) is due at (j + 1/2) / weight, and prompts follow each other as they are due.
+    """
+
+    tasks: tuple[TaskShare, ...]
+
+    @classmethod
+    def of(cls, row_tasks: Sequence[str], settings: Mapping[str, TaskConfig]) -> "Mixture | None":
+        """The mixture of rows by their tasks; None where all rows have the same chance: one task, or none configured."""
+        names = sorted(set(row_tasks))
+        if not settings or len(names) == 1:
+            return None
+        rows = {name: tuple(index for index, task in enumerate(row_tasks) if task == name) for name in names}
+        default = TaskConfig().weight
+        weights = {name: settings[name].weight if name in settings else default for name in names}
+        return cls(tuple(TaskShare(name, weights[name], rows[name]) for name in names))
+
+    def turns(self, start: int, end: int) -> list[tuple[TaskShare, int]]:
+        """Task of each of the prompts `start` .. `end` - 1, and how many prompts of that task come before it."""
+        # All prompts due before this time come before `start`; so the walk is short, wherever it begins.
+        safe = max(0.0, (start - len(self.tasks)) / sum(task.weight for task in self.tasks))
+        counts = [max(0, math.ceil(safe * task.weight - 0.5)) for task in self.tasks]
+        turns = []
+        for position in range(sum(counts), end):
+            due = [(count + 0.5) / task.weight for count, task in zip(counts, self.tasks, strict=True)]
+            turn = due.index(min(due))
+            if position >= start:
+                turns.append((self.tasks[turn], counts[turn]))
+            counts[turn] += 1
+        return turns
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSchedule:
+    """Prompts in a new order each epoch, of each task with a mixture."""
+
+    num_prompts: int
+    per_rollout: int
+    seed: int
+    mixture: Mixture | None = None
+
+    def prompts_of(self, rollout: int) -> list[int]:
+        """Row numbers of the prompts of one rollout, counted from 0."""
+        # Positions in the endless sequence of all epochs.
+        positions = range(rollout * self.per_rollout, (rollout + 1) * self.per_rollout)
+        orders: dict[tuple[int | str, ...], np.ndarray] = {}
+
+        def drawn(position: int, size: int, *parts: int | str) -> int:
+            epoch, place = divmod(position, size)
+            if (*parts, epoch) not in orders:
+                draw = np.random.default_rng(completion_seed(self.seed, *parts, epoch))
+                orders[*parts, epoch] = draw.permutation(size)
+            return int(orders[*parts, epoch][place])
+
+        if self.mixture is None:
+            return [drawn(position, self.num_prompts, "epoch") for position in positions]
+        turns = self.mixture.turns(positions.start, positions.stop)
+        return [task.rows[drawn(number, len(task.rows), "task", task.name)] for task, number in turns]
+
+
+def num_updates(stage: StageConfig, num_prompts: int) -> int:
+    """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
+    if stage.max_steps is not None:
+        return stage.max_steps
+    return math.ceil(stage.num_train_epochs * num_prompts / stage.prompts_per_rollout) * stage.updates_per_rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """P prompts with G completions each; completions are ordered group by group, N = P G."""
+
+    rows: Sequence[PromptRow]
+    prompts: Sequence[Sequence[int]]
+    """Token ids."""
+    completions: Sequence[Completion]
+    group_size: int
+    seconds: float
+    """Time spent sampling."""
+
+    @property
+    def prompt_of(self) -> list[int]:
+        """Of each completion the index of its prompt."""
+        return [index for index in range(len(self.rows)) for _ in range(self.group_size)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions, each with its prompt."""
+        sampled = sum(len(completion.token_ids) for completion in self.completions)
+        return sampled + sum(len(self.prompts[prompt]) for prompt in self.prompt_of)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout with its rewards."""
+
+    rollout: Rollout
+    scores: Scores
+    seconds: float
+    """Time spent scoring."""
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
-    """A scored rollout with its advantages; one update trains on it, or several."""
+    """A scored rollout with its advantages, for one update or several."""
 
     scored: ScoredRollout
     advantages: Advantages
@@ -58,10 +164,9 @@ class Round:
     version: int = 0
     """The policy that sampled: the number of updates that it had had."""
     report: EngineReport = field(default_factory=EngineReport)
-    """Figures and events of the engine while it sampled."""
 
     def with_live_groups_of(self, fresh: "Round") -> ScoredRollout:
-        """The rollout with its dead groups replaced by live groups of `fresh`, as far as there are any."""
+        """Its dead groups replaced by live groups of `fresh`, as far as there are any."""
         dead = self.advantages.dead
         num = len(dead)
         # In the joined rollout the fresh groups follow the old ones: fresh group i has the index num + i.
@@ -109,7 +214,7 @@ class Collector:
         return replace(current, version=version, report=self.engine.report())
 
     def evaluate_held_out(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
-        """One completion for each of these rows, sampled from the present weights with the same random numbers every time."""
+        """One completion for each row, from the present weights, with the same random numbers every time."""
         self.engine.sync()
         # The word in the seed decides the draws: another one would change the figures of every stage.
         scored = self._score(rows, completion_seed(self.seed, "look"), step, group_size=1)
@@ -117,29 +222,25 @@ class Collector:
         return scored
 
     def _round(self, numbers: Sequence[int], seed: int, step: int) -> Round:
-        """Rollout, score and advantages of the training rows with these numbers."""
         scored = self._score([self.rows[number] for number in numbers], seed, step, self.spec.stage.num_generations)
         return Round(scored, advantages(rewards_of(scored), self.spec.stage), 0, scored.rollout.num_tokens)
 
     def _score(self, rows: Sequence[PromptRow], seed: int, step: int, group_size: int) -> ScoredRollout:
-        """Scored groups of completions of these rows: each rank samples its share, then all ranks know all of them."""
+        """Each rank samples and scores its share, then all ranks know all of them."""
         # Complete groups per rank, so that a rank encodes each of its prompts once.
         numbers = self.ranks.share(range(len(rows)))
         share = None
         if numbers:  # with fewer prompts than ranks some ranks have none; they still join in the gather
             mine, sampling = [rows[number] for number in numbers], Sampling.of(self.spec.rollout)
-            if self.player is not None:
-                rollout = play_groups(self.engine, self.player, mine, sampling, numbers=numbers, group_size=group_size, seed=seed)
-            else:
-                prompts = [prompt_ids(self.tokenizer, row.messages) for row in mine]
-                rollout = sample_groups(self.engine, mine, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
+            given = (self.engine, self.tokenizer, mine, sampling)
+            rollout = sample_groups(*given, numbers=numbers, group_size=group_size, seed=seed, player=self.player)
             share = score_groups(self.suite, rollout, step=step)
         # Of all ranks together, so that what a fault costs does not depend on their number.
         return with_charged_faults(join([scored for scored in self.ranks.gather(share) if scored is not None]))
 
 
 class Rounds:
-    """Rounds in their order; `may_start` says whether the round behind so many updates may be started before they were made."""
+    """Rounds in their order; `may_start` says whether the round behind so many updates may be started before they are made."""
 
     def __init__(self, collector: Collector, *, updates: int, max_staleness: int, may_start: Callable[[int], bool]) -> None:
         self._collector, self._updates, self._may_start = collector, updates, may_start
@@ -187,7 +288,7 @@ class Rounds:
         self._thread.shutdown(cancel_futures=True)
 
     def _start(self, number: int) -> None:
-        """Start round `number`, if it was not started ahead, and those ahead of it, all from the present weights."""
+        """Start round `number` and those ahead of it that have not begun, all from the present weights."""
         wanted = [number]
         for later in range(number + 1, number + self.ahead + 1):
             if not self._may_start(later * self._updates):
@@ -205,7 +306,6 @@ class Rounds:
             self._started[each] = self._thread.submit(here.run, self._sample, each, version, weights)
 
     def _sample(self, number: int, version: int, weights: Weights | None = None) -> Round:
-        """A round, from weights that the engine loads first or from those that it has."""
         engine = self._collector.engine
         if weights is not None and weights is not self._loaded and isinstance(engine, VllmEngine):
             engine.load(weights)
@@ -220,29 +320,97 @@ class Rounds:
         return replace(current, report=report)
 
 
-class DemonstrationRounds:
-    """Rounds of kind sft: the demonstrations of the next prompts, as completions that somebody else wrote."""
+def sample_groups(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int],
+    group_size: int,
+    seed: int,
+    player: Player | None = None,
+) -> Rollout:
+    """Sample `group_size` completions of each row, or with a player conversations.
 
-    ahead = 0
+    Their seeds depend on the row's number in the rollout, not on rank or batch.
+    """
+    began = time.perf_counter()
+    seeds = [completion_seed(seed, number, row.prompt_id) for number, row in zip(numbers, rows, strict=True)]
+    prompts: list[Sequence[int]] = []
+    if player is None:
+        prompts += [prompt_ids(tokenizer, row.messages) for row in rows]
+        requests = [Request(ids, first + index) for ids, first in zip(prompts, seeds, strict=True) for index in range(group_size)]
+        completions = engine.generate(requests, sampling)
+        return Rollout(rows, prompts, completions, group_size, time.perf_counter() - began)
+    starts = []
+    for number, row, first in zip(numbers, rows, seeds, strict=True):
+        environment = completion_seed(seed, "environment", number, row.prompt_id)
+        starts += [Start(row, first + index, environment) for index in range(group_size)]
+    completions = player.play(engine, starts, sampling)
+    for start in range(0, len(completions), group_size):
+        # The environment may change the prompt: that of the first conversation of the group that has begun.
+        group = [one.conversation for one in completions[start : start + group_size] if one.conversation is not None]
+        prompts.append(next((one for one in group if one.turns), group[0]).prompt_ids)
+    return Rollout(rows, prompts, completions, group_size, time.perf_counter() - began)
 
-    def __init__(self, found: Demonstrations, schedule: PromptSchedule) -> None:
-        self._found, self._schedule = found, schedule
 
-    def take(self, number: int) -> Round:
-        """Round `number`, counted from 0; no reward compares its texts, and none is left out."""
-        numbers = self._schedule.prompts_of(number)
-        rows, made = [self._found.rows[index] for index in numbers], [self._found.tokens[index] for index in numbers]
-        texts = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made]
-        rollout, count = Rollout(rows, [one.prompt for one in made], texts, group_size=1, seconds=0.0), len(rows)
-        scores = Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
-        gained = Advantages(torch.zeros(count, 1), torch.zeros(count), torch.zeros(count, dtype=torch.bool))
-        return Round(ScoredRollout(rollout, scores, 0.0), gained, 0, rollout.num_tokens, version=number)
+def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRollout:
+    """Score every completion by every reward function."""
+    began = time.perf_counter()
+    found = [completion.conversation for completion in rollout.completions]
+    batch = batch_of(
+        [rollout.rows[index] for index in rollout.prompt_of],
+        [completion.text for completion in rollout.completions],
+        [completion.token_ids for completion in rollout.completions],
+        prompt_ids=[rollout.prompts[index] for index in rollout.prompt_of],
+        step=step,
+        # Empty when completions are one turn each.
+        played=[
+            Played(one.prompt, one.said, [turn.for_rewards() for turn in one.turns], one.reward, one.error is not None)
+            for one in found
+            if one is not None
+        ],
+    )
+    return ScoredRollout(rollout, suite.score(batch), time.perf_counter() - began)
 
-    def drop(self) -> None:
-        """Nothing is in flight."""
 
-    def close(self) -> None:
-        """Nothing is sampled."""
+def with_charged_faults(scored: ScoredRollout) -> ScoredRollout:
+    """The rollout in which conversations that a fault ended have the lowest scores of their group, or of their task.
+
+    A fault that does not depend on what the policy wrote then only adds noise, and one that the policy causes is worth no more
+    than the worst honest conversation. A conversation that has not begun has no tokens, and keeps out of the baseline of its
+    group.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    failed = np.array([one.failed and len(one.token_ids) > 0 for one in rollout.completions], dtype=bool)
+    if not failed.any():
+        return scored
+    prompts = np.array(rollout.prompt_of)
+    raw = charge_faults(scores.raw, scores.weights, failed, prompts, np.array([row.task for row in rollout.rows])[prompts])
+    return replace(scored, scores=replace(scores, raw=raw, totals=total_scores(raw, scores.weights)))
+
+
+def join(several: Sequence[ScoredRollout]) -> ScoredRollout:
+    """Several rollouts, sampled at the same time, as one; the longest time counts."""
+    rollouts = [scored.rollout for scored in several]
+    joined = Rollout(
+        [row for rollout in rollouts for row in rollout.rows],
+        [prompt for rollout in rollouts for prompt in rollout.prompts],
+        [completion for rollout in rollouts for completion in rollout.completions],
+        rollouts[0].group_size,
+        max(rollout.seconds for rollout in rollouts),
+    )
+    return ScoredRollout(joined, Scores.join([scored.scores for scored in several]), max(scored.seconds for scored in several))
+
+
+def take_groups(scored: ScoredRollout, groups: Sequence[int]) -> ScoredRollout:
+    """The rollout of these groups, in this order."""
+    rollout, size = scored.rollout, scored.rollout.group_size
+    indices = [group * size + sample for group in groups for sample in range(size)]
+    rows, prompts = [rollout.rows[group] for group in groups], [rollout.prompts[group] for group in groups]
+    taken = replace(rollout, rows=rows, prompts=prompts, completions=[rollout.completions[index] for index in indices])
+    return ScoredRollout(taken, scored.scores.take(indices), scored.seconds)
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:

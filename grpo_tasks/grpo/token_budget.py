@@ -1,8 +1,7 @@
 """`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU, calculated first and then measured.
 
-The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled; its gradients are dropped.
-Where it does not fit, it is repeated with half of the tokens, and below one completion of full length with gradient
-checkpointing. The outcome is kept in the stage directory, so a stage that is resumed splits its updates in the same way.
+The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled. Where it does not fit, it
+is repeated with half of the tokens, and below one completion of full length with gradient checkpointing.
 """
 
 import json
@@ -31,18 +30,19 @@ class CudaMemory:
         self.total = float(torch.cuda.get_device_properties(device).total_memory)
 
     def begin(self) -> float:
-        """Forget the peak so far, and return unused blocks, so that a failed trial leaves nothing behind; what is allocated."""
+        """Forget the peak so far; returns what is allocated."""
+        # A failed trial leaves nothing behind.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         return float(torch.cuda.memory_allocated(self._device))
 
     def peak(self) -> float:
-        """The most that was allocated at once since `begin`."""
+        """The most since `begin`."""
         return float(torch.cuda.max_memory_allocated(self._device))
 
 
 def device_memory(device: torch.device) -> CudaMemory | None:
-    """The memory of a device; None where it is not reported."""
+    """None where the device does not report it."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -51,11 +51,10 @@ class Budget:
     """What a trial has found."""
 
     calculated: int
-    """Tokens of a pass by calculation: another card or another config has another number, and needs another trial."""
+    """Tokens of a pass; another card or another config has another number, and needs another trial."""
     measured: int
-    """Tokens of a pass by the bytes that the trial took."""
     checkpointing: bool
-    """True if the stage needs gradient checkpointing, which its config did not ask for."""
+    """The stage needs gradient checkpointing, which its config did not ask for."""
 
 
 def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float | None = None) -> StageConfig:
@@ -77,11 +76,9 @@ def with_measured_budget(
 ) -> StageConfig:
     """The stage with the measured number of tokens, where the config says `auto` and the device reports its memory.
 
-    Measured once for a stage: later starts read what the first one has found. Sharded weights stay with the calculation, because
-    a rank that runs out of memory would leave the others waiting. The layers are checkpointed from now on if the stage needs it.
-
-    Raises:
-        ModelError: not even one completion of full length fits with gradient checkpointing.
+    Measured once for a stage, so that one that is resumed splits its updates in the same way. Sharded weights stay with the
+    calculation, because a rank that runs out of memory would leave the others waiting. ModelError where not even one completion
+    of full length fits with gradient checkpointing.
     """
     spec, ranks, memory = policies.spec, policies.ranks, device_memory(policies.ranks.accelerator.device)
     calculated = stage.max_tokens_per_microbatch

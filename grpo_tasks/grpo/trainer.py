@@ -8,6 +8,7 @@
 Trainer.train is the loop.
 """
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,36 +18,34 @@ from torch import Tensor
 
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
+from grpo_tasks.grpo.demonstrations import REFUSED, DemonstrationRounds, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, length_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, chosen_completions, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Collector, DemonstrationRounds, Round, Rounds
+from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds, num_updates
 from grpo_tasks.grpo.sampler import rollout_engine
-from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite, stage_weights
 from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
-from grpo_tasks.stage.checkpoint import Checkpoints, TrainingState
-from grpo_tasks.stage.finish import best_step, finished, restore_best, save_weights, write_completions
+from grpo_tasks.stage.checkpoint import Checkpoints, TrainingState, finished, save_weights, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Counters, Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
+from schemas import metrics as metric
 from schemas.errors import JudgeUnavailableError, NotFiniteError
-from schemas.metrics import DROPPED_GROUPS, EPOCH, KEPT_COMPLETIONS, KEPT_REWARD, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
 from schemas.prompts import PromptRow
 from schemas.results.model import StageResult
 
 Update = tuple[Sequence[Microbatch], Sequence[Tensor] | None]
-"""The microbatches of an update, and for each of them the log-probabilities [N, T] under the policy that sampled; None where the
-round feeds no other update."""
+"""Microbatches, and for each the log-probabilities [N, T] under the policy that sampled; None where the round feeds no other."""
 
 
 class Trainer:
@@ -162,12 +161,10 @@ class Trainer:
         found = self.demonstrations
         if found is not None and found.refused:
             self.events.report(0, "demonstrations_refused", f"{found.summary()}; {REFUSED} names them")
-        return Watch(
-            self.spec, self.updates, self.journal, self.events, self.guards, agree=lambda late: self.ranks.gather(late)[0]
-        )
+        given = (self.spec, self.updates, self.journal, self.events, self.guards)
+        return Watch(*given, agree=lambda late: self.ranks.gather(late)[0])
 
     def _collect(self) -> Round:
-        """The next round (rounds.py)."""
         try:
             current = self.source.take(self.step // self.stage.updates_per_rollout)
         except JudgeUnavailableError:
@@ -191,7 +188,7 @@ class Trainer:
         return step < self.updates and not self._checkpoint_due(step) and not self._evaluation_due(step)
 
     def _microbatches(self, current: Round) -> list[Update]:
-        """Split a round into updates, and those into microbatches; several updates need the log-probabilities of now."""
+        """Split a round into updates, and those into microbatches."""
         rollout, stage, size = current.scored.rollout, self.stage, self.stage.completions_per_update
         chosen = chosen_completions(current.scored, stage) if stage.kind == "rejection" else range(len(rollout.completions))
         updates = [
@@ -208,21 +205,20 @@ class Trainer:
             for start in range(0, len(rollout.completions), size)
         ]
         self._seed_dropout("score")
+        # Several updates need the log-probabilities of now.
         if stage.kind != "grpo" or stage.updates_per_rollout == 1:
             return [(microbatches, None) for microbatches in updates]
         return [(microbatches, [self.learner.old_logps(each) for each in microbatches]) for microbatches in updates]
 
     def _update(self, update: Update) -> tuple[dict[str, float], NotFiniteError | None]:
-        """One optimizer step, counted: its figures, or the fault because of which no weight was moved."""
+        """One optimizer step: its figures, or the fault because of which no weight was moved."""
         self._seed_dropout("update")
-        metrics: dict[str, float] = {}
-        fault = None
         try:
-            metrics = self.learner.update(*update, measure_kl=self._kl_due()).means()
+            return self.learner.update(*update, measure_kl=self._kl_due()).means(), None
         except NotFiniteError as error:
-            fault = error
-        self.counters.step += 1
-        return metrics, fault
+            return {}, error
+        finally:
+            self.counters.step += 1
 
     @property
     def _kl_every(self) -> int:
@@ -234,14 +230,14 @@ class Trainer:
         stage = self.stage
         if stage.kind != "grpo" or stage.has_kl_term or not stage.kl_every_steps or not self.learner.policies.measures_kl:
             return False
-        return not self.journal.window(KL, last=self.step, size=self._kl_every - 1)
+        return not self.journal.window(metric.KL, last=self.step, size=self._kl_every - 1)
 
     def _seed_dropout(self, purpose: str) -> None:
         """Dropout draws differently on every rank, and the same again after a resume."""
         torch.manual_seed(completion_seed(self.seed, purpose, self.step, self.ranks.rank))
 
     def _evaluate_held_out(self) -> dict[str, float]:
-        """Rewards of the present policy on held-out prompts; empty where no evaluation is due."""
+        """Empty where no evaluation is due."""
         if not self._evaluation_due(self.step):
             return {}
         # An outage of a judge here leaves no checkpoint: the update is not in the journal yet, and a stage that resumed behind it
@@ -256,11 +252,11 @@ class Trainer:
         sampled = sum(completion.num_written for completion in current.scored.rollout.completions)
         metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
-            metrics[DROPPED_GROUPS] = float(current.dropped)
+            metrics[metric.DROPPED_GROUPS] = float(current.dropped)
         metrics |= self.meter.read()
-        metrics[NUM_TOKENS] = float(self.counters.tokens)
-        metrics[STEP_TIME], metrics[TOKENS_PER_S] = seconds, sampled / seconds
-        metrics[EPOCH] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
+        metrics[metric.NUM_TOKENS] = float(self.counters.tokens)
+        metrics[metric.STEP_TIME], metrics[metric.TOKENS_PER_S] = seconds, sampled / seconds
+        metrics[metric.EPOCH] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
         self.journal.append(self.step, metrics)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.ranks.writes:
@@ -268,7 +264,7 @@ class Trainer:
             table = completions_table(*given, stage=name, step=self.step, policy_version=current.version)
             write_completions(self.dir, self.step, table)
         # Before any roll back: the evaluation is that of these weights.
-        if self._evaluation_due(self.step) and best_step(self.journal, self.step) == self.step:
+        if self._evaluation_due(self.step) and self.journal.best_step(self.step) == self.step:
             save_weights(self.dir.best, self.learner.model, self.tokenizer, writes=self.ranks.writes)
 
     def _rollout_metrics(self, current: Round) -> dict[str, float]:
@@ -278,19 +274,19 @@ class Trainer:
         metrics = rollout_metrics(scored, current.advantages)
         if self.stage.kind == "rejection":
             chosen, totals = chosen_completions(scored, self.stage), scored.scores.totals
-            metrics[KEPT_COMPLETIONS] = len(chosen) / len(totals)
+            metrics[metric.KEPT_COMPLETIONS] = len(chosen) / len(totals)
             if chosen:
-                metrics[KEPT_REWARD] = float(totals[chosen].mean())
+                metrics[metric.KEPT_REWARD] = float(totals[chosen].mean())
         return metrics
 
     def _judge(self, watch: Watch, fault: NotFiniteError | None) -> Verdict:
-        """The watch's verdict; a roll back is carried out, after which the stage may still be complete."""
+        """The verdict; a roll back is carried out, after which the stage may still be complete."""
         resumable = self._checkpoint_due(self.step) or (not self.source.ahead and self.step % self.stage.updates_per_rollout == 0)
         verdict = watch.decide(self.step, fault, resumable=resumable)
         if not isinstance(verdict, RollBack):
             return verdict
         self.source.drop()
-        good, factor = self.checkpoints.roll_back(verdict), self.stage.guards.rollback_learning_rate
+        good, factor = self.checkpoints.roll_back(verdict.to), self.stage.guards.rollback_learning_rate
         self.learner.slow_down(factor)
         detail = f"to the weights of update {good}, because of {verdict.why}; learning rate times {factor:g}"
         self.events.report(self.step, "rolled_back", detail)
@@ -309,7 +305,7 @@ class Trainer:
         return step % (max(1, round(every / per_rollout)) * per_rollout) == 0
 
     def _finish(self, verdict: Verdict) -> StageResult:
-        """Write the last checkpoint, the trained weights and the result; raise the error of a stage that failed."""
+        """The result, written last; raises the error of a stage that failed."""
         if isinstance(verdict, Fail):
             if verdict.save:
                 self.checkpoints.save()
@@ -317,14 +313,15 @@ class Trainer:
         assert isinstance(verdict, Stop)
         self.checkpoints.save()
         self.collector.engine.close()
-        best = best_step(self.journal, self.step)
+        best = self.journal.best_step(self.step)
         # A stage that reached its target ends where it should, whatever its evaluations say.
         if best == self.step or verdict.why == "target" or not self.stage.load_best_model_at_end:
             best = None
         if best is None:
             save_weights(self.dir.final, self.learner.model, self.tokenizer, writes=self.ranks.writes)
         elif self.ranks.writes:
-            restore_best(self.dir)
+            with replacing(self.dir.final) as unfinished:
+                shutil.copytree(self.dir.best, unfinished)
         self.ranks.wait()
         mine = None
         if self.ranks.writes:

@@ -1,30 +1,19 @@
 """Guards: what a person would want to know while a stage trains, and what to do about it (schemas/config/guards.py).
 
 A guard is a pure function of the journal, so a resumed stage makes the same decisions. Guards compare medians of ten updates:
-the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean. Guards against a fall or a rise compare with
-the first ten updates of the stage. They stay silent while the reward rises: a policy that learns becomes more certain and may
-write more.
+the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median, pvariance
+from typing import Literal
 
 from grpo_tasks.stage.journal import Journal
+from schemas import metrics
 from schemas.config.guards import GuardAction, GuardConfig, GuardsConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import (
-    CLIPPED_RATIO,
-    DEAD_GROUPS,
-    ENTROPY,
-    KL,
-    MEAN_LENGTH,
-    REWARD,
-    REWARD_STD,
-    REWARD_SUCCESS,
-    SAMPLER_DIFFERENCE_MEAN,
-)
 
 WINDOW = 10
 """Updates a guard judges."""
@@ -42,7 +31,7 @@ CHANCE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """A guard that fired after an update."""
+    """What a guard has found after an update."""
 
     event: str
     action: GuardAction
@@ -56,37 +45,34 @@ class View:
     journal: Journal
     since: int
     step: int
-    kl_every: int = 1
-    """Updates between two measurements of the KL."""
+    kl_every: int
 
     def last(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Values of the last `size` updates; empty while there are fewer."""
+        """Of the last `size` updates; empty while there are fewer."""
         return self._complete(metric, self.step, size)
 
     def window(self, metric: str) -> int:
-        """Updates from which the latest values of a metric are taken; more where only some updates measure it."""
-        return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == KL else WINDOW
+        """Updates that are judged; more where only some measure the metric."""
+        return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == metrics.KL else WINDOW
 
     def first(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Values of the first `size` updates; empty as long as they overlap with the last ones."""
+        """Of the first `size` updates; empty as long as they overlap with the last ones."""
         return self._complete(metric, self.since + size, size) if self.step >= self.since + 2 * size else []
 
     def family(self, family: str, *, ending: str = "") -> list[str]:
-        """Metrics of the last update that belong to a family, for reward functions whose name has this ending."""
+        """Metrics of the last update, of reward functions whose name has this ending."""
         prefix, suffix = family.split("*")
         names = self.journal.steps[self.step]
         return [name for name in names if name.startswith(prefix) and name.endswith(ending + suffix)]
 
     def rising(self) -> bool:
-        """True when the reward is above that of the first updates by more than chance, or it is too early to tell."""
-        early, late = self.first(REWARD), self.last(REWARD)
-        if not early:
-            return True
-        return fmean(late) - fmean(early) > CHANCE * _error(early, late)
+        """The reward is above that of the first updates by more than chance, or it is too early to tell."""
+        early, late = self.first(metrics.REWARD), self.last(metrics.REWARD)
+        return not early or fmean(late) - fmean(early) > CHANCE * _error(early, late)
 
     def learnt(self) -> bool:
-        """True when every reward function nearly always succeeds: ties and a constant reward are then no trouble."""
-        success = [fmean(values) for name in self.family(REWARD_SUCCESS) if (values := self.last(name))]
+        """Every reward function nearly always succeeds: ties and a constant reward are then no trouble."""
+        success = [fmean(values) for name in self.family(metrics.REWARD_SUCCESS) if (values := self.last(name))]
         return bool(success) and min(success) >= LEARNT
 
     def _complete(self, metric: str, last: int, size: int) -> list[float]:
@@ -94,7 +80,7 @@ class View:
             return []
         values = self.journal.window(metric, last=last, size=size)
         # An update whose groups are all dead has no KL and no entropy; half of the expected values are enough.
-        return values if 2 * len(values) * (self.kl_every if metric == KL else 1) >= size else []
+        return values if 2 * len(values) * (self.kl_every if metric == metrics.KL else 1) >= size else []
 
 
 def _error(early: Sequence[float], late: Sequence[float]) -> float:
@@ -106,13 +92,13 @@ Fault = Callable[[View, float], str | None]
 """What is wrong given the threshold, as a sentence with numbers; None when nothing is."""
 
 
-def _above(metric: str) -> Fault:
+def _beyond(metric: str, side: Literal["above", "below"] = "above") -> Fault:
     def fault(view: View, threshold: float) -> str | None:
         size = view.window(metric)
         values = view.last(metric, size)
-        if not values or median(values) <= threshold:
+        if not values or (median(values) <= threshold if side == "above" else median(values) >= threshold):
             return None
-        return f"{metric} is {median(values):.3g}, above {threshold:g} over the last {size} updates"
+        return f"{metric} is {median(values):.3g}, {side} {threshold:g} over the last {size} updates"
 
     return fault
 
@@ -122,10 +108,11 @@ def _unless_learnt(fault: Fault) -> Fault:
 
 
 def _against_the_start(metric: str, *, falls: bool) -> Fault:
-    """The threshold is a factor of the first ten updates' median; the reward must not be rising meanwhile."""
+    """The threshold is a factor of the first ten updates' median."""
 
     def fault(view: View, threshold: float) -> str | None:
         early, late = view.first(metric), view.last(metric)
+        # A policy that learns becomes more certain and may write more.
         if not early or not late or view.rising():
             return None
         was, now = median(early), median(late)
@@ -136,24 +123,16 @@ def _against_the_start(metric: str, *, falls: bool) -> Fault:
     return fault
 
 
-def _reward_std(view: View, threshold: float) -> str | None:
-    values = view.last(REWARD_STD)
-    if not values or median(values) >= threshold:
-        return None
-    return f"{REWARD_STD} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
-
-
 def _flat_reward(view: View, threshold: float) -> str | None:
     half = LONG_WINDOW // 2
-    early, late = view.first(REWARD, half), view.last(REWARD, half)
+    early, late = view.first(metrics.REWARD, half), view.last(metrics.REWARD, half)
     if not early or fmean(late) - fmean(early) > max(threshold, CHANCE * _error(early, late)):
         return None
     return f"reward is {fmean(late):.3g} over the last {half} updates, no better than {fmean(early):.3g} over the first {half}"
 
 
 def _format_regression(view: View, threshold: float) -> str | None:
-    # Every function whose name ends in "format".
-    for name in view.family(REWARD_SUCCESS, ending="format"):
+    for name in view.family(metrics.REWARD_SUCCESS, ending="format"):
         values = view.journal.window(name, last=view.step, size=view.step - view.since)
         if len(values) < 2 * WINDOW:
             continue
@@ -166,7 +145,7 @@ def _format_regression(view: View, threshold: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One kind of trouble; its event has the name of the guard's setting."""
+    """One kind of trouble; its event is the name of its setting."""
 
     event: str
     fault: Fault
@@ -176,10 +155,10 @@ class Guard:
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _unless_learnt(_reward_std),
+        _unless_learnt(_beyond(metrics.REWARD_STD, "below")),
         "the completions of a group earn the same reward; raise temperature or num_generations, or use a reward with more steps",
     ),
-    Guard("kl_blow_up", _above(KL), "the policy is far from the reference; lower the learning rate or raise beta"),
+    Guard("kl_blow_up", _beyond(metrics.KL), "the policy is far from the reference; lower the learning rate or raise beta"),
     Guard(
         "flat_reward",
         _unless_learnt(_flat_reward),
@@ -187,18 +166,18 @@ GUARDS = (
     ),
     Guard(
         "dead_groups",
-        _unless_learnt(_above(DEAD_GROUPS)),
+        _unless_learnt(_beyond(metrics.DEAD_GROUPS)),
         "hardly any group carries a signal; the prompts are too easy or too hard, or the completions are all alike",
     ),
-    Guard("truncation", _above(CLIPPED_RATIO), "most completions are cut off; raise max_completion_length"),
+    Guard("truncation", _beyond(metrics.CLIPPED_RATIO), "most completions are cut off; raise max_completion_length"),
     Guard(
         "entropy_collapse",
-        _against_the_start(ENTROPY, falls=True),
+        _against_the_start(metrics.ENTROPY, falls=True),
         "the policy repeats itself without earning more; raise the temperature, add entropy_coef, or lower the learning rate",
     ),
     Guard(
         "length_explosion",
-        _against_the_start(MEAN_LENGTH, falls=False),
+        _against_the_start(metrics.MEAN_LENGTH, falls=False),
         "completions grow without earning more; add a length or repetition reward, or use loss_type: dr_grpo",
     ),
     Guard(
@@ -208,7 +187,7 @@ GUARDS = (
     ),
     Guard(
         "sampler_mismatch",
-        _above(SAMPLER_DIFFERENCE_MEAN),
+        _beyond(metrics.SAMPLER_DIFFERENCE_MEAN),
         "the sampler's probabilities differ from the policy's; give both the same dtype, lower rollout.max_staleness, or set "
         "importance_sampling_correction",
     ),
@@ -228,22 +207,18 @@ class Guards:
 
     def check(self, journal: Journal, step: int) -> list[Firing]:
         """Guards that fire after update `step`. One that wavers around its threshold fires once."""
-        found = []
+        # Computed again from the journal rather than remembered: a resumed stage gives the same answer.
+        before, found = range(max(step - SILENCE, self.since + 1), step), []
         for guard in GUARDS:
             rule: GuardConfig = getattr(self.config, guard.event)
             detail = None if rule.action == "off" else self._fault(guard, journal, step)
-            if detail is not None and not self._fired_lately(guard, journal, step):
+            if detail is not None and not any(self._fault(guard, journal, earlier) for earlier in before):
                 found.append(Firing(guard.event, rule.action, f"{detail}: {guard.advice}"))
         return found
 
     def _fault(self, guard: Guard, journal: Journal, step: int) -> str | None:
         view = View(journal, self.since, step, self.kl_every)
         return guard.fault(view, getattr(self.config, guard.event).threshold)
-
-    def _fired_lately(self, guard: Guard, journal: Journal, step: int) -> bool:
-        # Computed again from the journal rather than remembered: a resumed stage gives the same answer.
-        before = range(max(step - SILENCE, self.since + 1), step)
-        return any(self._fault(guard, journal, earlier) for earlier in before)
 
 
 def kl_guard_off(stage: StageConfig, *, measurable: bool) -> str | None:

@@ -1,7 +1,6 @@
 """The journal of a stage, one JSON line per update, and its events.
 
-A line is never rewritten. A stage that resumes from a checkpoint repeats the updates after it. Their lines are in the journal
-already and stay as they are, so whoever follows the journal or the events sees each of them once.
+A line is never rewritten: a resumed stage repeats updates whose lines are there already, and readers see each line once.
 """
 
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import TrainingError
+from schemas.metrics import EVAL_REWARD
 
 JOURNAL_KEYS = {"step": int, "metrics": dict}
 EVENT_KEYS = {"step": int, "event": str, "detail": str}
@@ -19,7 +19,7 @@ EVENT_KEYS = {"step": int, "event": str, "detail": str}
 
 @dataclass(slots=True)
 class Counters:
-    """How far a stage has come: updates, sampled tokens with their prompts, resumes, and seconds of training over all resumes."""
+    """Updates, sampled tokens with their prompts, resumes, and seconds of training over all resumes."""
 
     step: int = 0
     tokens: int = 0
@@ -33,20 +33,19 @@ class Journal:
 
     path: Path
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Metrics of every update so far, by number."""
     writes: bool = True
-    """False on all ranks but one: they know the journal, but do not write the file."""
+    """False on all ranks but one."""
 
     def __post_init__(self) -> None:
         self.steps = {line["step"]: line["metrics"] for line in _opened(self.path, JOURNAL_KEYS, writes=self.writes)}
 
     @property
     def last_step(self) -> int:
-        """Number of the last update written; 0 before the first."""
+        """0 before the first update."""
         return max(self.steps, default=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of an update, unless the journal has it already."""
+        """Write the line of an update that is new."""
         if step in self.steps:
             return
         self.steps[step] = dict(metrics)
@@ -58,17 +57,26 @@ class Journal:
         steps = range(max(1, last - size + 1), last + 1)
         return [self.steps[step][metric] for step in steps if metric in self.steps.get(step, {})]
 
+    @property
+    def evaluations(self) -> dict[int, float]:
+        """Held-out rewards, by update."""
+        return {step: metrics[EVAL_REWARD] for step, metrics in self.steps.items() if EVAL_REWARD in metrics}
+
+    def best_step(self, last: int) -> int | None:
+        """The first update up to `last` with the highest held-out reward; None before the first evaluation."""
+        known = [(reward, -step) for step, reward in self.evaluations.items() if step <= last]
+        return -max(known)[1] if known else None
+
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file of events; none when there is no file yet."""
+    """None when there is no file yet."""
     return read_lines(path, EVENT_KEYS)[0]
 
 
 def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The complete lines after `offset` bytes, and the offset after them; none when there is no file yet.
 
-    Whatever follows the last newline is left for the next call: the writer may be in the middle of a line, or was killed there.
-    TrainingError where a complete line is damaged, with its number, or the file cannot be read.
+    TrainingError where a line is damaged, with its number, or the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -82,6 +90,7 @@ def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[l
             place=str(path),
             fix=f"remove {path.parent} to train the stage from the start",
         ) from error
+    # What follows is left for the next call: the writer may be in the middle of a line, or was killed there.
     complete = content[: content.rfind(b"\n") + 1]
     lines: list[dict[str, Any]] = []
     position = offset
@@ -115,7 +124,6 @@ class Events:
 
     path: Path
     writes: bool = True
-    """False on all ranks but one."""
     _reported: set[tuple[int, str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -129,7 +137,7 @@ class Events:
             self.append(step, event, detail)
 
     def append(self, step: int, event: str, detail: str) -> None:
-        """Write an event that is a new one every time."""
+        """Write an event that is new every time."""
         self._reported.add((step, event, detail))
         if self.writes:
             _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "event": event, "detail": detail})
@@ -142,8 +150,8 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def _opened(path: Path, keys: Mapping[str, type], *, writes: bool) -> list[dict[str, Any]]:
-    """All complete lines; an incomplete last line is cut off, so that the next one starts on a line of its own."""
     lines, end = read_lines(path, keys)
+    # An incomplete last line is cut off: the next one starts on a line of its own.
     if writes and path.exists() and path.stat().st_size > end:
         with path.open("r+b") as file:
             file.truncate(end)
@@ -156,7 +164,7 @@ class JsonLinesTail:
 
     path: Path
     keys: Mapping[str, type]
-    """Keys that every line must have, and the types of their values."""
+    """What every line must have."""
     _offset: int = 0
 
     def read(self) -> list[dict[str, Any]]:

@@ -24,9 +24,9 @@ class PromptChoice:
     """The prompts of a stage, and those that it leaves out."""
 
     kept: pl.DataFrame
-    """Rows to train on, with their pass rates (schemas/tables.py StagePrompts)."""
+    """schemas/tables.py StagePrompts."""
     left_out: pl.DataFrame
-    """Rows left out (schemas/tables.py LeftOut), likely wrong ground truths first."""
+    """schemas/tables.py LeftOut, likely wrong ground truths first."""
     counts: KeptPrompts
 
     def write(self, directory: StageDir) -> Path:

@@ -1,8 +1,8 @@
-"""Train a stage with the engine it names, in a child process or in this one; the seam between the engines and their callers.
+"""Train a stage in a child process or in this one; the seam between the trainers and their callers.
 
-    StageSpec -> spec.json -> grpo_tasks.grpo | grpo_tasks.trl_engine -> result.json -> StageResult
+    StageSpec -> spec.json -> grpo_tasks.grpo -> result.json -> StageResult
 
-The pipeline's step uses it, and so does anyone who wants the engine as a library: no orchestrator and no tracker is imported.
+No orchestrator and no tracker is imported: the engine is a library too.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,13 @@ from pathlib import Path
 
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 from schemas.results.model import StageResult
 
-ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
-"""Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
-
+TRAINER = "grpo_tasks.grpo"
+"""Package that trains a stage, `python -m grpo_tasks.grpo STAGE_DIR`. Named, not imported: only its process loads torch."""
 CLUSTER = "grpo_tasks.cluster.stage"
-"""Package that runs one of these on the nodes of a cluster."""
+"""Module that runs it on the nodes of a cluster."""
 
 
 def run_stage(
@@ -27,9 +25,8 @@ def run_stage(
 ) -> StageResult:
     """Train the stage in `directory`, from its last checkpoint if there is one; a finished stage is only read.
 
-    A child process trains: its memory is returned when it ends, and a crash cannot take the caller along. `tick` is called a few
-    times a second meanwhile. `in_process` trains in this process, for a debugger or a notebook. UserError where the stage cannot
-    be trained, and ConfigError where the directory holds one with another key.
+    A child process trains, so that a crash cannot take the caller along; `tick` is called a few times a second meanwhile.
+    `in_process` is for a debugger or a notebook. ConfigError where the directory holds a stage with another key.
     """
     stage_dir = StageDir(directory.resolve())
     stage_dir.root.mkdir(parents=True, exist_ok=True)
@@ -42,14 +39,9 @@ def run_stage(
             "the directory holds another stage", place=str(stage_dir.root), fix="choose another directory, or remove this one"
         )
     spec.save(stage_dir.spec)
-    engine = CLUSTER if spec.resources.cluster.engine == "ray" else package_of(spec.stage)
+    on_cluster = spec.resources.cluster.engine == "ray"
     if in_process:
-        import_module(f"{engine}.__main__").main(stage_dir.root)
+        import_module(CLUSTER if on_cluster else f"{TRAINER}.__main__").main(stage_dir.root)
     else:
-        run_module(engine, stage_dir.root, tick=tick)
+        run_module(CLUSTER if on_cluster else TRAINER, stage_dir.root, tick=tick)
     return StageResult.load(stage_dir.result)
-
-
-def package_of(stage: StageConfig) -> str:
-    """Package that trains a stage, as `python -m MODULE STAGE_DIR`."""
-    return ENGINES[stage.engine if stage.kind == "grpo" else "native"]

@@ -39,14 +39,13 @@ OWN_DISK = "GRPO_OWN_DISK"
 
 
 class StageSpec(Result):
-    """Everything a stage needs to know."""
+    """What to train, as in spec.json."""
 
     key: str
     stage: StageConfig
     seed: int
     model: ModelConfig
     start: ModelRef
-    """The model this stage starts from."""
     completion: CompletionConfig = Field(default_factory=CompletionConfig)
     rewards: RewardsConfig
     rollout: RolloutConfig
@@ -60,7 +59,6 @@ class StageSpec(Result):
     pruning: Pruning | None = None
     """Only in a sweep: where the other runs are, and when this one ends early. No part of the key."""
     interaction: InteractionConfig = Field(default_factory=InteractionConfig)
-    """Tools and environments that answer the policy."""
 
     @classmethod
     def of(
@@ -111,7 +109,7 @@ class StageSpec(Result):
 
 
 class StageDir:
-    """The paths in a stage directory, as this file begins."""
+    """The paths in a stage directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -5,11 +5,11 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import LossInputs, policy_loss
 from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import Rollout
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.policy.logprobs import completion_logprobs

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_tasks.content.tokenizer import surroundings, text_ids, turn_end
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.grpo.demonstrations import encode_turns
+from grpo_tasks.grpo.trl import _SuiteTrainer
 from grpo_tasks.policy.chat import end_token_ids, prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge
@@ -19,7 +20,6 @@ from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.tracking.served.chat_model import ServedModel
-from grpo_tasks.trl_engine.trainer import _SuiteTrainer
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.prompts import PLAIN

@@ -44,7 +44,6 @@ GRACE_S = 15.0
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 MODULES = {
     "grpo_tasks.grpo": "trainer",
-    "grpo_tasks.trl_engine": "trainer",
     "grpo_tasks.rollout": "sampler",
     "grpo_tasks.policy": "merge",
     "grpo_tasks.rewards.serve": "reward worker",

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from grpo_tasks.grpo.advantages import Advantages, advantages
-from grpo_tasks.grpo.groups import play_groups, score_groups, with_charged_faults
 from grpo_tasks.grpo.losses import LossInputs, policy_loss
 from grpo_tasks.grpo.measure import completions_table, conversation_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import rewards_of
+from grpo_tasks.grpo.rounds import rewards_of, sample_groups, score_groups, with_charged_faults
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
@@ -51,7 +50,7 @@ def rollout(policy, tokenizer):
     engine = LocalEngine(policy, tokenizer)
     player = Player(Counting(3), interaction(), tokenizer)
     sampling = Sampling.of(RolloutConfig(max_completion_length=24))
-    return play_groups(engine, player, three_rows(), sampling, numbers=range(3), group_size=4, seed=5)
+    return sample_groups(engine, tokenizer, three_rows(), sampling, numbers=range(3), group_size=4, seed=5, player=player)
 
 
 def microbatches(rollout, **settings):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import token_weights
 from grpo_tasks.grpo.microbatches import make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import Rollout
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 from schemas.prompts import PromptRow

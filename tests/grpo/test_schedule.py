@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, make_optimizer, make_scheduler, num_updates
+from grpo_tasks.grpo.learner import make_optimizer, make_scheduler
+from grpo_tasks.grpo.rounds import Mixture, PromptSchedule, num_updates
 from schemas.config.data import TaskConfig
 from schemas.config.stage import StageConfig
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from grpo_tasks.grpo.advantages import advantages
-from grpo_tasks.grpo.groups import play_groups, score_groups
-from grpo_tasks.grpo.rounds import rewards_of
+from grpo_tasks.grpo.rounds import rewards_of, sample_groups, score_groups
 from grpo_tasks.policy.load import load_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.conversations.player import player
@@ -70,7 +69,8 @@ def scored(tmp_path, monkeypatch):
         RewardSuite(RewardsConfig(**functions), names) as suite,
     ):
         engine = LocalEngine(load_policy(ref, ModelConfig(), device=torch.device("cpu")), found.tokenizer)
-        played = play_groups(engine, found, three_rows(), Sampling.of(rollout), numbers=range(3), group_size=4, seed=5)
+        given = (engine, found.tokenizer, three_rows(), Sampling.of(rollout))
+        played = sample_groups(*given, numbers=range(3), group_size=4, seed=5, player=found)
         return score_groups(suite, played, step=1)
 
 

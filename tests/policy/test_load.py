@@ -68,7 +68,7 @@ def test_a_16_bit_stage_starts_from_the_last_stages_weights(base_ref, tokenizer,
     save_trained(first, tokenizer, tmp_path / "final")
     stored = load_file(tmp_path / "final" / ("model.safetensors" if lora is None else "adapter_model.safetensors"))
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
-    # As a stage names its result (grpo_tasks/stage/finish.py).
+    # As a stage names its result (grpo_tasks/stage/checkpoint.py).
     where = {"path": str(tmp_path / "final")} if lora is None else {"adapter": tmp_path / "final"}
     ref = base_ref.model_copy(update={**where, "sha256": "0" * 64})
     second = trainable_policy(ref, config, device=torch.device("cpu"), seed=5)

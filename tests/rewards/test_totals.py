@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from grpo_tasks.grpo.advantages import Rewards, advantages
-from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
+from grpo_tasks.grpo.rounds import Rollout, ScoredRollout, score_groups
 from grpo_tasks.lab.probes import GroupSample
 from grpo_tasks.lab.run import forecast, run_lab, stage_totals
 from grpo_tasks.rewards.contract import batch_of

@@ -1,8 +1,15 @@
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
-from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_intact, load_checkpoint, roll_back, save_checkpoint
+from grpo_tasks.grpo.learner import make_optimizer, make_scheduler
+from grpo_tasks.stage.checkpoint import MANIFEST, Checkpoints, TrainingState, is_intact
+from grpo_tasks.stage.guards import Guards
+from grpo_tasks.stage.journal import Counters, Events
+from grpo_tasks.stage.stage_dir import StageDir
+from schemas.config.guards import GuardsConfig
 from schemas.config.stage import StageConfig
 
 
@@ -21,7 +28,21 @@ def make_state(base_ref, tokenizer):
     return make
 
 
-def update(state):
+@pytest.fixture
+def stage(tmp_path, make_state):
+    """The checkpoints of a stage whose reward functions have no state."""
+
+    def make(*given, keep=5):
+        directory, suite = StageDir(tmp_path), SimpleNamespace(state=dict, restore=lambda _: None)
+        guards, events = Guards(GuardsConfig()), Events(directory.events)
+        return Checkpoints(directory, make_state(*given), Counters(), guards, suite, events, keep)
+
+    return make
+
+
+def update(checkpoints):
+    """An update and its checkpoint."""
+    state = checkpoints.state
     # The number of the update decides every draw, as in a stage.
     torch.manual_seed(state.scheduler.last_epoch)
     ids = torch.randint(0, 300, (2, 12))
@@ -29,59 +50,59 @@ def update(state):
     state.model(input_ids=ids, labels=ids).loss.backward()
     state.optimizer.step()
     state.scheduler.step()
+    checkpoints.counters.step += 1
+    checkpoints.save()
 
 
-def weights(state):
-    return {name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad}
+def weights(checkpoints):
+    return {name: p.detach().clone() for name, p in checkpoints.state.model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize("lora", [True, False])
-def test_resuming_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora, optim):
-    state = make_state(lora, optim)
-    for _ in range(3):
-        update(state)
-    save_checkpoint(tmp_path, 3, state, {"weight": 1.2}, keep=2)
-    for _ in range(3):
-        update(state)
-    again = make_state(lora, optim)
-    assert load_checkpoint(tmp_path, again) == (3, {"weight": 1.2})
+def test_resuming_from_a_checkpoint_equals_never_having_stopped(tmp_path, stage, lora, optim):
+    whole = stage(lora, optim, keep=6)
+    for _ in range(6):
+        update(whole)
+    for later in (4, 5, 6):
+        shutil.rmtree(tmp_path / f"checkpoints/step-{later:06d}", ignore_errors=True)
+    again = stage(lora, optim)
+    again.restore()
+    assert (again.counters.step, again.counters.resumed) == (3, 1)
     for _ in range(3):
         update(again)
-    wanted = weights(state)
+    wanted = weights(whole)
     assert all(torch.equal(value, wanted[name]) for name, value in weights(again).items())
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, make_state):
-    state = make_state()
-    for step in (1, 2):
-        update(state)
-        save_checkpoint(tmp_path, step, state, {}, keep=5)
-    target = tmp_path / "step-000002" / "optimizer.safetensors"
-    content = bytearray(target.read_bytes())
+def kept(tmp_path):
+    return sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_a_damaged_or_incomplete_checkpoint_is_skipped_for_the_one_before(tmp_path, stage):
+    whole = stage(keep=3)
+    for _ in range(4):
+        update(whole)
+    assert kept(tmp_path) == [2, 3, 4]
+    (tmp_path / "checkpoints/step-000004" / MANIFEST).unlink()
+    damaged = tmp_path / "checkpoints/step-000003"
+    content = bytearray((damaged / "optimizer.safetensors").read_bytes())
     content[-1] ^= 1
-    target.write_bytes(content)
-    assert not is_intact(tmp_path / "step-000002")
-    assert load_checkpoint(tmp_path, make_state())[0] == 1
+    (damaged / "optimizer.safetensors").write_bytes(content)
+    assert not is_intact(damaged)
+    again = stage()
+    again.restore()
+    assert again.counters.step == 2
 
 
-def test_only_the_newest_are_kept_and_an_incomplete_one_is_never_loaded(tmp_path, make_state):
-    state = make_state()
+def test_a_roll_back_deletes_the_checkpoints_after_it(tmp_path, stage):
+    checkpoints = stage()
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, state, {}, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
-    (tmp_path / "step-000003" / MANIFEST).unlink()
-    assert load_checkpoint(tmp_path, make_state())[0] == 2
-
-
-def test_a_roll_back_deletes_the_checkpoints_after_it(tmp_path, make_state):
-    state = make_state()
-    for step in (1, 2, 3):
-        update(state)
-        save_checkpoint(tmp_path, step, state, {}, keep=5)
+        update(checkpoints)
         if step == 2:
-            good = weights(state)
-    assert roll_back(tmp_path, state, to=2) == 2
-    assert all(torch.equal(value, good[name]) for name, value in weights(state).items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+            good = weights(checkpoints)
+    assert checkpoints.roll_back(to=2) == 2
+    assert all(torch.equal(value, good[name]) for name, value in weights(checkpoints).items())
+    assert kept(tmp_path) == [1, 2]
+    assert (checkpoints.counters.step, checkpoints.guards.since, checkpoints.guards.rollbacks) == (3, 3, 1)

@@ -5,7 +5,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.stage.pruning import find_lag, other_curves, publish_curve
+from grpo_tasks.stage.watch import find_lag, other_curves, publish_curve
 from schemas.results.sweep import Curve, Pruning
 
 REWARDS = st.floats(-5, 5, allow_nan=False)

@@ -3,7 +3,6 @@
 import pytest
 
 from grpo_tasks.stage.stage_dir import StageSpec
-from grpo_tasks.stage.watch import RollBack
 from tests.grpo.conftest import journal
 from tests.grpo.test_guards import events
 from tests.in_process import suite_of
@@ -22,7 +21,7 @@ def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(
         assert counters.seconds > 0
         state = suite.state()
         # A roll back goes to the oldest checkpoint where none is old enough; it is saved with the next one.
-        assert trainer.checkpoints.roll_back(RollBack(to=-8, why="kl_blow_up")) == 1
+        assert trainer.checkpoints.roll_back(to=-8) == 1
         assert (trainer.guards.since, trainer.guards.rollbacks, counters.step) == (2, 1, 2)
         trainer.checkpoints.save()
     with suite_of(spec) as suite:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from grpo_tasks.stage.finish import best_step
 from grpo_tasks.stage.guards import Guards
 from grpo_tasks.stage.journal import Events, Journal, read_events
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -75,7 +74,7 @@ def test_a_plateau_is_so_many_evaluations_without_a_higher_reward(tmp_path):
     watched = watch(tmp_path, eval_steps=1, early_stopping_patience=2)
     write(watched, "eval_reward", [0.1, 0.3, 0.2, 0.3, 0.5])
     assert verdicts(watched, 4) == [Continue()] * 3 + [Stop("plateau")]
-    assert [best_step(watched.journal, step) for step in range(1, 6)] == [1, 2, 2, 2, 5]
+    assert [watched.journal.best_step(step) for step in range(1, 6)] == [1, 2, 2, 2, 5]
     assert isinstance(watch(tmp_path, eval_steps=1).goal(4), Continue)
 
 

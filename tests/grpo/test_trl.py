@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_tasks.grpo import trl
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from grpo_tasks.trl_engine.trainer import grpo_config
 from schemas.errors import ConfigError
 from schemas.metrics import describe
 from schemas.results.model import StageResult
@@ -19,11 +19,8 @@ from tests.in_process import suite_of
 
 
 def run(directory):
-    spec = StageSpec.load(directory.spec)
-    module = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}[spec.stage.engine]
-    done = subprocess.run(
-        [sys.executable, "-m", module, directory.root], capture_output=True, text=True, timeout=240, check=False
-    )
+    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -85,12 +82,12 @@ def test_a_stage_by_trl_resumes_from_its_checkpoint(stages):
 def test_settings_that_trl_does_not_support_are_refused_by_name(stages, settings, said, tmp_path):
     spec = StageSpec.load(stages.write(engine="trl", **settings).spec)
     with pytest.raises(ConfigError, match=said):
-        grpo_config(spec, tmp_path / "out", torch.device("cpu"))
+        trl.grpo_config(spec, tmp_path / "out", torch.device("cpu"))
 
 
 def test_trl_gets_the_time_limit_of_the_config(stages, tmp_path):
     directory = stages.write("trl", engine="trl", resources={"distributed_timeout_minutes": 47.5})
-    arguments = grpo_config(StageSpec.load(directory.spec), tmp_path, torch.device("cpu"))
+    arguments = trl.grpo_config(StageSpec.load(directory.spec), tmp_path, torch.device("cpu"))
     assert arguments.ddp_timeout_delta.total_seconds() == 2850.0
 
 
@@ -109,8 +106,6 @@ def test_trl_gets_the_time_limit_of_the_config(stages, tmp_path):
 )
 def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stages, settings, monkeypatch):
     """Same weights, same completions, same rewards: after one update the parameters agree within 1e-5."""
-    from grpo_tasks.trl_engine import trainer as adapter
-
     # A large epsilon: else Adam's first step is the sign of the gradient, and rounding decides where that is almost zero.
     adam = {"learning_rate": 0.1, "adam_epsilon": 1e-2}
     chosen = {"max_steps": 1, "length": 24, "reference": "stage_start", **adam, **settings}
@@ -133,13 +128,13 @@ def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stag
             found.append((group, sampled.completions[group * sampled.group_size + sample].token_ids))
         return [list(ids) for _, ids in found], None
 
-    monkeypatch.setattr(adapter._SuiteTrainer, "_generate_single_turn", generate)
+    monkeypatch.setattr(trl._SuiteTrainer, "_generate_single_turn", generate)
     theirs = stages.write("theirs", start=first.model, engine="trl", **chosen)
     wanted = {row.prompt_id for row in sampled.rows}
-    monkeypatch.setattr(adapter, "read_prompts", lambda _: [row for row in trainer.rows if row.prompt_id in wanted])
+    monkeypatch.setattr(trl, "read_prompts", lambda _: [row for row in trainer.rows if row.prompt_id in wanted])
     spec = StageSpec.load(theirs.spec)
     with suite_of(spec) as suite:
-        adapter.train(theirs, spec, suite)
+        trl.train(theirs, spec, suite)
     start = load_file(first.model.adapter / "adapter_model.safetensors")
     one, other = (load_file(StageDir(each.root).final / "adapter_model.safetensors") for each in (ours, theirs))
     moved = max((one[name] - start[name]).abs().max().item() for name in start)

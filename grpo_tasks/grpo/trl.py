@@ -1,15 +1,17 @@
-"""TRL's GRPOTrainer with our rewards and our journal.
+"""`engine: trl`: the same stage handed to TRL's GRPOTrainer, and the reference of the parity tests.
 
-TRL's rollout -> RewardSuite, in _calculate_rewards -> TRL's update -> journal, completions, events -> result
+    TRL's rollout -> RewardSuite, in _calculate_rewards -> TRL's update -> journal, completions, events -> result
+
+Data, rewards, adapter, journal, tables and result are ours; rollouts, loss and checkpoints are TRL's. Imported only when a stage
+chooses it.
 """
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -18,14 +20,16 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_tasks.content.tokenizer import text_ids
-from grpo_tasks.data.table import pass_rate_columns, read_prompts
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.grpo.measure import completions_table, score_metrics, weight_metrics
+from grpo_tasks.grpo.rounds import Rollout, ScoredRollout
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import generation_of, load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
-from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rollout.engine import completion_seed
-from grpo_tasks.stage.finish import finished, save_weights, write_completions
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.engine import Completion, completion_seed
+from grpo_tasks.stage.checkpoint import finished, save_weights, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Counters, Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -59,12 +63,7 @@ QUIET = {"skip_dead_groups", "max_sampling_logp_difference"}
 
 
 def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResult:
-    """Train the stage of a stage directory to its end, from its last checkpoint if there is one.
-
-    Raises:
-        ConfigError: the stage has settings that TRL does not support.
-        TrainingError: a guard stops the stage.
-    """
+    """Train the stage from its last checkpoint, if there is one; ConfigError for settings that TRL does not support."""
     device = pick_device(spec.resources)
     tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
     arguments = grpo_config(spec, directory.checkpoints, device)
@@ -79,7 +78,13 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
         model=model,
         reward_funcs=[_named(name) for name in suite.names],
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": _prompt(row), "row": index} for index, row in enumerate(rows)]),
+        # TRL's standard format, or its conversational one.
+        train_dataset=Dataset.from_list(
+            [
+                {"prompt": row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages], "row": index}
+                for index, row in enumerate(rows)
+            ]
+        ),
         processing_class=tokenizer,
     )
     trainer.suite, trainer.rows = suite, rows
@@ -103,12 +108,12 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
 
 
 class _SuiteTrainer(GRPOTrainer):
-    """Scores with our suite instead of calling the functions one by one: time limits and error policies apply here too."""
+    """Scores with our suite: its time limits and error policies apply here too."""
 
     suite: RewardSuite
     rows: list[PromptRow]
-    scored: tuple[Scores, list[PromptRow], list[list[int]], list[str]]
-    """The last rollout."""
+    scored: ScoredRollout
+    """The last rollout, without the token ids of its prompts."""
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         if isinstance(prompts[0], str):
@@ -129,7 +134,17 @@ class _SuiteTrainer(GRPOTrainer):
         scores = self.suite.score(batch_of(rows, texts, completion_ids_list, step=self.state.global_step + 1))
         self.suite.adapt(scores)
         self.reward_weights = torch.from_numpy(scores.weights).float()
-        self.scored = (scores, rows, completion_ids_list, texts)
+        limit, size = self.max_completion_length, self.num_generations
+        assert limit is not None
+        assert size is not None
+        sampled = []
+        for ids, text in zip(completion_ids_list, texts, strict=True):
+            # TRL keeps no finish reason; a completion of full length that does not end in an end token was cut off.
+            cut = len(ids) >= limit and ids[-1] not in self.eos_token_ids
+            sampled.append(Completion(ids, [], text, "length" if cut else "stop"))
+        # Complete groups; with torchrun a process may have a part of one.
+        size = math.gcd(size, len(rows))
+        self.scored = ScoredRollout(Rollout(rows[::size], [], sampled, size, 0.0), scores, 0.0)
         return torch.from_numpy(scores.raw).float().to(self.accelerator.device)
 
 
@@ -140,63 +155,31 @@ class _Recorder(TrainerCallback):
         self.trainer, self.directory, self.spec, self.journal, self.events = trainer, directory, spec, journal, events
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
-        """Write one line of the journal for every update."""
+        """Write the line of an update, and do what its guards and its target ask for."""
         if not logs or REWARD not in logs:
             return
-        step, scores = state.global_step, self.trainer.scored[0]
+        step, stage, scored = state.global_step, self.spec.stage, self.trainer.scored
         metrics = {name: float(value) for name, value in logs.items() if describe(name) is not None}
-        for index, name in enumerate(scores.names):
-            metrics[f"rewards/{name}/weight"] = float(scores.weights[index])
-            known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
-            if len(known):
-                metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-        metrics |= scores.metrics
+        metrics |= weight_metrics(scored.scores) | score_metrics(scored.scores, "rewards", "success") | scored.scores.metrics
         self.journal.append(step, metrics)
-        firings = Guards(self.spec.stage.guards).check(self.journal, step)
+        firings = Guards(stage.guards).check(self.journal, step)
         for firing in firings:
             self.events.report(step, firing.event, firing.detail)
-        failed = fail_of(firings, self.spec.stage.name, step)
+        failed = fail_of(firings, stage.name, step)
         if failed is not None:
             raise failed.error
-        for note in scores.notes:
+        for note in scored.scores.notes:
             self.events.report(step, "reward_error", str(note))
-        if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):
-            write_completions(self.directory, step, self._table(step).to_arrow())
+        if step % stage.log_completions_steps == 0 or step in (1, state.max_steps):
+            advantages = torch.tensor([list(self.trainer._logs["advantages"])[-len(scored.rollout.completions) :]]).T
+            table = completions_table(scored, advantages, stage=stage.name, step=step, policy_version=None)
+            write_completions(self.directory, step, table)
         if target_reached(self.spec, self.journal, step):
             control.should_training_stop = True
 
-    def _table(self, step: int) -> pl.DataFrame:
-        scores, rows, ids, texts = self.trainer.scored
-        limit, size = self.spec.rollout.max_completion_length, self.spec.stage.num_generations
-        # TRL keeps no finish reason; a completion of full length that does not end in an end token was cut off.
-        ends = self.trainer.eos_token_ids
-        return pl.DataFrame(
-            {
-                "stage": [self.spec.stage.name] * len(rows),
-                "step": [step] * len(rows),
-                "prompt_id": [row.prompt_id for row in rows],
-                "sample": [index % size for index in range(len(rows))],
-                "prompt": [row.messages[-1]["content"] for row in rows],
-                "answer": [row.answer for row in rows],
-                "completion": texts,
-                "completion_tokens": [len(each) for each in ids],
-                "finish_reason": ["length" if len(each) >= limit and each[-1] not in ends else "stop" for each in ids],
-                "reward": pl.Series(scores.totals, nan_to_null=True),
-                "advantage": list(self.trainer._logs["advantages"])[-len(rows) :],
-                **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
-                **scores.logged_columns(),
-                **pass_rate_columns(rows),
-            }
-        )
-
-
-def _prompt(row: PromptRow) -> str | list[dict[str, str]]:
-    """A prompt in TRL's standard or conversational format."""
-    return row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
-
 
 def _named(name: str) -> Any:
-    """A function with that name, which TRL reports; it is never called."""
+    """A function for TRL to report, which is never called."""
 
     def reward(**_: Any) -> list[float]:
         raise AssertionError("rewards come from the suite")
@@ -206,11 +189,7 @@ def _named(name: str) -> Any:
 
 
 def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConfig:
-    """GRPOConfig of a stage; the options in `stage.trl` override everything else.
-
-    Raises:
-        ConfigError: a setting that TRL does not support is not at its default, or an option in `trl` does not exist.
-    """
+    """GRPOConfig of a stage; the options in `stage.trl` override everything else."""
     stage = spec.stage
     _refuse(spec)
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
@@ -248,19 +227,13 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
 
 def _refuse(spec: StageSpec) -> None:
     stage = spec.stage
-    defaults = StageConfig(name=stage.name, rewards=stage.rewards)
-    for name in sorted(NATIVE_ONLY - QUIET):
-        if getattr(stage, name) != getattr(defaults, name):
-            _refuse_setting(stage, name, "leave it out, or engine: native")
+    defaults, by_default = StageConfig(name=stage.name, rewards=stage.rewards), "leave it out, or engine: native"
+    refused = {name: by_default for name in sorted(NATIVE_ONLY - QUIET) if getattr(stage, name) != getattr(defaults, name)}
     if stage.has_kl_term and stage.reference == "base" and spec.start.adapter is not None:
-        _refuse_setting(
-            stage, "reference: base for a stage that continues an adapter", "reference: stage_start, or engine: native"
-        )
+        refused["reference: base for a stage that continues an adapter"] = "reference: stage_start, or engine: native"
     if spec.rollout.stop or spec.rollout.stop_token_ids:
-        _refuse_setting(stage, "rollout.stop", "trl: {generation_kwargs: ...}, or engine: native")
+        refused["rollout.stop"] = "trl: {generation_kwargs: ...}, or engine: native"
     if spec.resources.num_processes > 1:
-        _refuse_setting(stage, "resources.num_processes", "start it with torchrun, or engine: native")
-
-
-def _refuse_setting(stage: StageConfig, what: str, fix: str) -> None:
-    raise ConfigError(f"engine trl does not support {what}", place=f"stages {stage.name}", fix=fix)
+        refused["resources.num_processes"] = "start it with torchrun, or engine: native"
+    for what, fix in refused.items():
+        raise ConfigError(f"engine trl does not support {what}", place=f"stages {stage.name}", fix=fix)

@@ -1,3 +1,0 @@
-"""Stages to train, as in the tests of the native engine."""
-
-from tests.grpo.conftest import stages  # noqa: F401 - a fixture
