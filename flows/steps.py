@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from flows.flow_run import FlowRun
 from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard, guard_data, guard_scoring, require_endings
-from grpo_tasks.evaluation.paired import deciding_metric
+from grpo_tasks.evaluation.statistics import deciding_metric
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_pass_at_group, require_prompts
 from grpo_tasks.steps.check_guard import check_guard
 from grpo_tasks.steps.evaluate_model import evaluate_model

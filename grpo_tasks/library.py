@@ -239,12 +239,11 @@ def completions_of(
 ) -> "list[list[Completion]]":
     """`generate` with whole completions: tokens and the turns of conversations."""
     # Imports torch, which the other functions leave to their child processes.
-    from grpo_tasks.policy.chat import prompt_ids
     from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
-    from grpo_tasks.rollout.conversations.play import Start
-    from grpo_tasks.rollout.conversations.player import player
-    from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
+    from grpo_tasks.rollout.conversations import player
+    from grpo_tasks.rollout.engine import Sampling, completion_seed
     from grpo_tasks.rollout.local import LocalEngine
+    from grpo_tasks.rollout.sample_table import sample_rows
 
     system = config.data.system_prompt
     before = [{"role": "system", "content": system}] if system else []
@@ -262,12 +261,7 @@ def completions_of(
         tokenizer = load_tokenizer(model, config.model, values) if found is None else found.tokenizer
         policy = load_policy(model, config.model, device=pick_device(config.resources), token_seed=config.seed)
         engine = LocalEngine.of(policy, tokenizer, config.resources)
-        if found is None:
-            drawn = engine.generate([Request(prompt_ids(tokenizer, row.messages), seed) for row, seed in seeds], sampling)
-        else:
-            # The environment of a question is the same in all its samples.
-            starts = [Start(row, seed, completion_seed(config.seed, "environment", row.prompt_id)) for row, seed in seeds]
-            drawn = found.play(engine, starts, sampling)
+        drawn = sample_rows(engine, tokenizer, found, seeds, sampling, seed=config.seed)
     return [list(drawn[first : first + num_samples]) for first in range(0, len(drawn), num_samples)]
 
 

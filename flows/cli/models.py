@@ -125,15 +125,15 @@ def chat(
     """Ask a model questions in the terminal."""
     with report_errors(reads=True):
         prepare_environment()
-        from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
+        from grpo_tasks.rollout.chat_session import ChatSession
 
-        settings = ChatSettings(temperature, top_p, max_new_tokens, greedy)
         folder, trained_with = _folder_and_prompt(model, tracking_at(tracking_uri))
         given = trained_with if system is None else system
         before = [{"role": "system", "content": given}] if given else []
         session = ChatSession(folder)
         while (text := question or _read()) is not None:
-            for piece in session.answer([*before, {"role": "user", "content": text}], settings):
+            messages, chosen = [*before, {"role": "user", "content": text}], {"temperature": temperature, "top_p": top_p}
+            for piece in session.answer(messages, max_new_tokens=max_new_tokens, greedy=greedy, **chosen):
                 out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
             out.print()
             if question:

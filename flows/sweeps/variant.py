@@ -20,7 +20,7 @@ from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
 from flows.temporary_server import locked_flow
-from grpo_tasks.evaluation.paired import deciding_metric
+from grpo_tasks.evaluation.statistics import deciding_metric
 from grpo_tasks.operating.automations import PRUNED
 from grpo_tasks.processes.child import RESULT
 from schemas.config.grid import Grid

@@ -21,7 +21,7 @@ class Played:
     reward: float | None
     """Sum of what the environment gave."""
     failed: bool = False
-    """A fault of the environment ended it. No function is called for it; `rewards.totals.charge_faults` says what it gets."""
+    """A fault of the environment ended it. No function is called for it; `charge_faults` says what it gets."""
     answered: bool = True
     """False for a completion that the lab has made up: there is no environment that could be asked about it."""
 
@@ -56,7 +56,7 @@ def turn_by_turn(table: "pl.DataFrame") -> "pl.DataFrame":
 
 
 def spoken(conversation: str) -> str:
-    """The text of one conversation (rollout/conversations/record.py); raises ValueError for what is no JSON."""
+    """The text of one conversation (rollout/engine.py); raises ValueError for what is no JSON."""
     found = json.loads(conversation)
     lines = []
     for number, turn in enumerate(found["turns"], start=1):

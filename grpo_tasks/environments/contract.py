@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from schemas.config.rollout import RolloutConfig
+from schemas.prompts import PromptRow
 
 Message = Mapping[str, Any]
 """A chat message: role and content, and what else a template knows, such as tool_calls and name."""
@@ -87,3 +88,15 @@ def with_tools(rollout: RolloutConfig, schemas: Sequence[Mapping[str, Any]]) -> 
         return rollout
     values = {**rollout.chat_template_kwargs, "tools": [dict(schema) for schema in schemas]}
     return rollout.model_copy(update={"chat_template_kwargs": values})
+
+
+def row_columns(row: PromptRow) -> dict[str, Any]:
+    """What an environment gets of a row: its columns, by their names."""
+    answer = row.answer if row.answers is None else list(row.answers)
+    own = {"messages": [dict(message) for message in row.messages], "answer": answer}
+    return {**row.extra, **own, **({"task": row.task} if row.task else {})}
+
+
+def too_long(num_tokens: int, limit: int) -> str:
+    """The fault of an environment whose prompt has more tokens than are allowed."""
+    return f"reset begins with a prompt of {num_tokens:,} tokens, and {limit:,} are the limit (interaction.max_prompt_tokens)"

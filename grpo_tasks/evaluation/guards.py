@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from grpo_tasks.evaluation.paired import compare, paired_test
+from grpo_tasks.evaluation.statistics import compare, paired_test
 from schemas.config.data import DataConfig
 from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, EvaluationConfig, PromotionConfig, PromotionGuard
 from schemas.config.rewards import RewardConfig
@@ -161,11 +161,7 @@ def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionC
 
 
 def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
-    """Stop before any training when nothing ends the completions of the base model.
-
-    Raises:
-        ModelError: a limit cut off a larger share of them than `evaluation.max_truncated`.
-    """
+    """ModelError before any training where a limit cut off too many of the base model's completions: nothing ends them."""
     share = _value(base, TRUNCATED_RATE)
     if share <= evaluation.max_truncated:
         return
@@ -182,9 +178,8 @@ def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: Rol
 def find_merge_loss(merged: EvalReport, policy: EvalReport, metric: str) -> Regression:
     """Whether the merged model is worse than base + adapter on the same prompts with the same seeds, beyond the interval.
 
-    The merge proof compares distributions at a few positions; this compares what is reported, on all prompts. A paired test asks
-    whether base + adapter is better, at the level of one side of the evaluation's interval (0.025 at a confidence of 0.95). This
-    is the largest share of correct merges that it stops. In fact it stops fewer: most completions of the two are the same.
+    A paired test asks whether base + adapter is better, at the level of one side of the evaluation's interval (0.025 at a
+    confidence of 0.95). So it stops at most this share of correct merges, and in fact fewer.
     """
     test = compare(policy, merged, metric=metric, alpha=(1.0 - merged.confidence) / 2)
     theirs = _value(policy, metric)

@@ -16,7 +16,7 @@ import polars as pl
 
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.content.markdown import as_markdown, code
-from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
+from grpo_tasks.evaluation.statistics import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
@@ -45,10 +45,8 @@ _SCHEMA = pl.Schema(
 def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     """The table of pass rates (schemas/tables.py PassRates), stage by stage and prompts sorted by id.
 
-    Args:
-        samples: columns prompt_id, sample, completion, and one for each stage: 1 where its rewards count the sample as solved,
-            else 0; null where no function of the stage applies, and the sample does not count.
-        config: the stages, and what an answer is.
+    `samples` has columns prompt_id, sample, completion, and one for each stage: 1 where its rewards count the sample as solved,
+    else 0; null where no function of the stage applies, and the sample does not count.
     """
     # A prompt that occurs twice in the data was sampled twice with the same random numbers: that is no new information.
     single = pl.struct("prompt_id", "sample").is_first_distinct()
@@ -73,8 +71,7 @@ def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
 def column_rates(rows: Iterable[PromptRow], column: str, stages: Sequence[str]) -> pl.DataFrame:
     """The same table from a column of the data; rows without a value are left out.
 
-    Raises:
-        DataError: no row has the column, or a value is no number between 0 and 1. The error names file and line.
+    A DataError where no row has the column, or, with file and line, where a value is no number between 0 and 1.
     """
     rates: dict[str, float] = {}
     seen = False
@@ -154,7 +151,7 @@ def summarise_rates(table: pl.DataFrame) -> list[StageDifficulty]:
 def write_rates(
     rates: pl.DataFrame, rows: Sequence[PromptRow], config: RunConfig, directory: Path, *, key: str, label: str
 ) -> DifficultyReport:
-    """Write pass_rates.parquet and report.md into `directory`; the pass rates in a few numbers.
+    """Write pass_rates.parquet and report.md into `directory`: for each stage a histogram and the prompts that are never solved.
 
     `rates` are those of `measured_rates` or `column_rates` by this config, of these training rows; `label` names the stage whose
     start was measured, or is `start`.
@@ -172,17 +169,10 @@ def write_rates(
         stages=summarise_rates(rates),
     )
     PassRates.validate(rates).write_parquet(report.pass_rates)
-    (directory / REPORT).write_text(report_rates(report, rates, rows), encoding="utf-8")
-    return report
-
-
-def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[PromptRow]) -> str:
-    """The pass rates as Markdown: a histogram for each stage, then the prompts that are never solved."""
-    sections = report.sections()
     by_id = {row.prompt_id: row for row in rows}
-    for one in report.stages:
-        sections += _never_solved(one.stage, rates, by_id)
-    return "# Difficulty\n\n" + as_markdown(sections)
+    never = [section for one in report.stages for section in _never_solved(one.stage, rates, by_id)]
+    (directory / REPORT).write_text("# Difficulty\n\n" + as_markdown([*report.sections(), *never]), encoding="utf-8")
+    return report
 
 
 def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> list[Section]:
@@ -191,9 +181,8 @@ def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow
     if never.is_empty():
         return []
     lines = []
-    for line in (
-        never.sort("frequent_share", descending=True, nulls_last=True, maintain_order=True).head(_EXAMPLES).iter_rows(named=True)
-    ):
+    ordered = never.sort("frequent_share", descending=True, nulls_last=True, maintain_order=True)
+    for line in ordered.head(_EXAMPLES).iter_rows(named=True):
         row, share = by_id[line["prompt_id"]], line["frequent_share"]
         asked, answer = row.messages[-1]["content"], line["frequent_answer"]
         lines.append(

@@ -1,7 +1,6 @@
 """Evaluate samples on disk: scored samples.parquet, report.md and an `EvalReport`.
 
-Sampling happens before, in a process of its own (grpo_tasks/rollout). The comparison of models is in paired.py, and the step
-saves the result.
+Sampling happens before, in a process of its own (grpo_tasks/rollout). The comparison of models is in statistics.py.
 """
 
 import time
@@ -16,41 +15,26 @@ from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.content.conversations import fault_of, turn_by_turn
 from grpo_tasks.content.markdown import block, table
-from grpo_tasks.evaluation.intervals import ladder, mean_interval, pass_at_k, rate_interval
+from grpo_tasks.evaluation.statistics import ladder, mean_interval, pass_at_k, rate_interval
 from grpo_tasks.kit.files import replacing
+from schemas import metrics as metric
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.errors import DataError
-from schemas.metrics import (
-    ACCURACY,
-    COMPLETION_LENGTH,
-    FAILED_RATE,
-    FORMAT_RATE,
-    GREEDY_ACCURACY,
-    GREEDY_FORMAT_RATE,
-    GREEDY_LENIENT_ACCURACY,
-    GREEDY_REWARD,
-    LENIENT_ACCURACY,
-    PASS_AT_1,
-    PASS_AT_K,
-    REWARD,
-    TASK_FAMILIES,
-    TRUNCATED_RATE,
-    column_of,
-    describe_figure,
-    figure_text,
-    member,
-)
 from schemas.prompts import GREEDY, PromptRow
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
 
-SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
-
-_RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)
-_GREEDY_RATES = (GREEDY_ACCURACY, GREEDY_FORMAT_RATE, GREEDY_LENIENT_ACCURACY)
-
+SAMPLED = (
+    metric.ACCURACY,
+    metric.FORMAT_RATE,
+    metric.LENIENT_ACCURACY,
+    metric.TRUNCATED_RATE,
+    metric.FAILED_RATE,
+    metric.COMPLETION_LENGTH,
+)
+ONE_GREEDY = (metric.GREEDY_ACCURACY, metric.GREEDY_FORMAT_RATE, metric.GREEDY_LENIENT_ACCURACY, metric.GREEDY_REWARD)
 SAMPLES = "samples.parquet"
 REPORT = "report.md"
 _EXAMPLES = 3
@@ -58,23 +42,14 @@ _SHOWN_CHARS = 600
 
 
 def score_samples(samples: pl.DataFrame, prompts: Sequence[PromptRow], completion: CompletionConfig) -> pl.DataFrame:
-    """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
+    """Add verdicts to a table of samples (schemas/tables.py), replacing existing ones; `prompts` has the rows of all its ids.
 
     A sample is strictly correct if it has the required format and its answer equals a ground truth; lenient scoring takes the
     last text that looks like an answer. A conversation that a fault of its environment ended is wrong and never left out: a
-    policy that causes faults where a prompt is hard would gain by it.
+    policy that causes faults where a prompt is hard would gain by it. A DataError where not one conversation has begun.
 
-    Where tools or an environment answered, the boolean column `failed` too.
-
-    Null is a verdict that cannot be given: right or wrong without a ground truth, the format of free text.
-
-    Args:
-        samples: columns of schemas/tables.py Samples.
-        prompts: rows with the ground truth, for every prompt_id of `samples`.
-        completion: what an answer is, and when it is right.
-
-    Raises:
-        DataError: not one conversation has begun.
+    The columns are the booleans strict_format, correct, lenient_correct and truncated, `failed` where tools or an environment
+    answered, and task. Null is a verdict that cannot be given: right or wrong without a ground truth, the format of free text.
     """
     truth = {prompt.prompt_id: prompt.truths for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
@@ -126,26 +101,30 @@ def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tu
 def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> tuple[dict[str, Interval], dict[int, Interval]]:
     """The metrics of a scored table (schemas/metrics.py EVALUATION), and pass@k by k, with their intervals over prompts.
 
-    Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on. A
-    metric is the mean over the prompts that have a value; one that no prompt has a value of is left out. With more than one task
-    the metrics of TASK_FAMILIES are given for each task too.
+    A metric is the mean over the prompts that have a value; one that no prompt has a value of is left out. With more than one
+    task the metrics of TASK_FAMILIES are given for each task too.
     """
-    assert_complete(scored, evaluation)
+    # Otherwise some prompts would count more than others.
+    wanted = {*range(evaluation.num_samples), *([GREEDY] if evaluation.greedy else [])}
+    per_prompt = scored.group_by("prompt_id").agg(pl.col("sample").sort())
+    odd = per_prompt.filter(pl.col("sample") != pl.lit(sorted(wanted)))
+    assert per_prompt.height, "there are no samples"
+    assert odd.is_empty(), f"prompt {odd['prompt_id'][0]} has samples {odd['sample'][0].to_list()}, expected {sorted(wanted)}"
     sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
-    functions = [name for name in scored.columns if name == REWARD or PromotionConfig.decides_by(name)]
-    metrics = _intervals(sampled, [*_RATES, TRUNCATED_RATE, FAILED_RATE, COMPLETION_LENGTH, *functions], evaluation)
+    functions = [name for name in scored.columns if name == metric.REWARD or PromotionConfig.decides_by(name)]
+    metrics = _intervals(sampled, [*SAMPLED, *functions], evaluation)
     if evaluation.greedy:
-        metrics |= _intervals(greedy, [*_GREEDY_RATES, GREEDY_REWARD], evaluation)
+        metrics |= _intervals(greedy, ONE_GREEDY, evaluation)
     tasks = sorted(set(scored["task"])) if "task" in scored.columns else []
     for task in tasks if len(tasks) > 1 else []:
-        of_task = _intervals(sampled.filter(pl.col("task") == task), list(TASK_FAMILIES), evaluation)
-        metrics |= {member(TASK_FAMILIES[name], task): interval for name, interval in of_task.items()}
+        of_task = _intervals(sampled.filter(pl.col("task") == task), list(metric.TASK_FAMILIES), evaluation)
+        metrics |= {metric.member(metric.TASK_FAMILIES[name], task): interval for name, interval in of_task.items()}
     right, samples, level = _means(sampled, "correct") * evaluation.num_samples, evaluation.num_samples, evaluation.confidence
     rungs: dict[int, Interval] = {}
     if right.size:
         counts = right.round().astype(np.int64)
         rungs = {k: rate_interval(pass_at_k(samples, counts, k), confidence=level) for k in ladder(samples)}
-        metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
+        metrics[metric.PASS_AT_1], metrics[metric.PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
     return metrics, rungs
 
 
@@ -153,21 +132,12 @@ def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: Evaluation
     """The metrics that any prompt of the table has a value of."""
     found: dict[str, Interval] = {}
     for name in names:
-        column, metric = column_of(name), describe_figure(name)
+        column, described = metric.column_of(name), metric.describe_figure(name)
         values = _means(table, column) if column in table.columns else np.zeros(0)
-        interval = rate_interval if metric is not None and metric.unit == "share" else mean_interval
+        interval = rate_interval if described is not None and described.unit == "share" else mean_interval
         if values.size:
             found[name] = interval(values, confidence=evaluation.confidence)
     return found
-
-
-def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
-    """Assert that every prompt has each of its samples exactly once; otherwise some prompts would count more than others."""
-    wanted = {*range(evaluation.num_samples), *([GREEDY] if evaluation.greedy else [])}
-    per_prompt = samples.group_by("prompt_id").agg(pl.col("sample").sort())
-    odd = per_prompt.filter(pl.col("sample") != pl.lit(sorted(wanted)))
-    assert per_prompt.height, "there are no samples"
-    assert odd.is_empty(), f"prompt {odd['prompt_id'][0]} has samples {odd['sample'][0].to_list()}, expected {sorted(wanted)}"
 
 
 def _means(table: pl.DataFrame, column: str) -> NDArray[np.float64]:
@@ -187,10 +157,10 @@ def evaluate_samples(
     evaluation: EvaluationConfig,
     rewards: pl.DataFrame | None = None,
 ) -> EvalReport:
-    """Score `directory`/samples.parquet (schemas/tables.py Samples) in place, write report.md next to it and return the metrics.
+    """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics. Twice gives the same.
 
-    Scoring twice gives the same table. `label`: base, merged, champion, or a stage's name. `rewards` are columns with the scores
-    of reward functions, one row per sample in their order; they join the table.
+    `label`: base, merged, champion, or a stage's name. `rewards` are columns with the scores of reward functions, one row per
+    sample in their order; they join the table.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
@@ -237,33 +207,30 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
 
 
 def metrics_table(report: EvalReport) -> str:
-    """A Markdown table with one row per metric."""
+    """The metrics of a report as a Markdown table."""
     named: dict[str, tuple[str, Interval, str]] = {}
     for name, interval in report.metrics.items():
-        metric = describe_figure(name)
-        named[name] = name, interval, metric.meaning if metric else ""
+        described = metric.describe_figure(name)
+        named[name] = name, interval, described.meaning if described else ""
     for k, interval in report.pass_at_k.items():
-        named[f"pass@{k}"] = PASS_AT_K, interval, f"probability that at least one of {k} samples is strictly right"
+        named[f"pass@{k}"] = metric.PASS_AT_K, interval, f"probability that at least one of {k} samples is strictly right"
     rows = []
     for shown, (name, interval, meaning) in named.items():
-        value, low, high = (figure_text(name, bound) for bound in (interval.value, interval.low, interval.high))
+        value, low, high = (metric.figure_text(name, bound) for bound in (interval.value, interval.low, interval.high))
         rows.append([shown, value, f"{low} to {high}", meaning])
     return table(["metric", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
-    """A few right, wrong and truncated completions, one per prompt.
-
-    They are chosen by prompt_id, so that the reports of two models mostly show the same prompts.
-    """
+    """A few right, wrong and truncated ones, chosen by prompt_id: the reports of two models mostly show the same prompts."""
     sampled = scored.filter(pl.col("sample") != GREEDY).sort("prompt_id", "sample")
     kinds = {"right": pl.col("correct"), "wrong": ~pl.col("correct"), "truncated": pl.col("truncated")}
     orders = {kind: sampled.filter(mask) for kind, mask in kinds.items()}
-    if sampled["correct"].null_count() == sampled.height and REWARD in sampled.columns:
-        rewarded = sampled.filter(pl.col(REWARD).is_not_null())
+    if sampled["correct"].null_count() == sampled.height and metric.REWARD in sampled.columns:
+        rewarded = sampled.filter(pl.col(metric.REWARD).is_not_null())
         orders = {
-            "best rewarded": rewarded.sort(REWARD, descending=True, maintain_order=True),
-            "worst rewarded": rewarded.sort(REWARD, maintain_order=True),
+            "best rewarded": rewarded.sort(metric.REWARD, descending=True, maintain_order=True),
+            "worst rewarded": rewarded.sort(metric.REWARD, maintain_order=True),
             "truncated": orders["truncated"],
         }
     sections: list[str] = []

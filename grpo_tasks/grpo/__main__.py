@@ -19,7 +19,7 @@ from grpo_tasks.processes.child import ERROR, run_child
 from grpo_tasks.processes.lifetime import start_module, wait_until
 from grpo_tasks.processes.serve import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations import player
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ChildDied, UserError
 

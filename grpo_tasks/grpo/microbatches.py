@@ -199,7 +199,7 @@ def _assemble(
 
 def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
     # Padded like token ids: 0, which is no token that was written.
-    return pad([completion.wrote for completion in completions], left=False)[0] > 0
+    return pad([completion.policy_mask for completion in completions], left=False)[0] > 0
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:

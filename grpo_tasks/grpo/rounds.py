@@ -27,7 +27,7 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, total_scores
-from grpo_tasks.rollout.conversations.play import Player, Start
+from grpo_tasks.rollout.conversations import Player, Start
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec

@@ -31,7 +31,7 @@ from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite, stage_weights
-from grpo_tasks.rollout.conversations.play import Player
+from grpo_tasks.rollout.conversations import Player
 from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.checkpoint import Checkpoints, TrainingState, finished, save_weights, write_completions

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_tasks.environments.calls import ReadFormat, call_format_of, write_call
-from grpo_tasks.environments.contract import Environments, Message, Observation, Opening
+from grpo_tasks.environments.contract import Environments, Message, Observation, Opening, row_columns, too_long
 from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.lab.probes import choose_rows
-from grpo_tasks.rollout.conversations.play import row_columns, too_long
 from schemas.config.completion import CompletionConfig
 from schemas.config.rollout import InteractionConfig
 from schemas.prompts import PromptRow

@@ -12,8 +12,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.content.conversations import turn_by_turn
-from grpo_tasks.evaluation.intervals import mean_interval
-from grpo_tasks.evaluation.paired import prompt_values
+from grpo_tasks.evaluation.statistics import mean_interval, prompt_values
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.tracking.past_runs import PastRun

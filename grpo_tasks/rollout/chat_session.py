@@ -1,7 +1,6 @@
 """A chat with a model in a folder; the answer arrives in pieces while the model generates it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -13,17 +12,6 @@ from grpo_tasks.policy.load import load_errors
 from schemas.prompts import PLAIN
 
 
-@dataclass(frozen=True, slots=True)
-class ChatSettings:
-    """How answers are sampled."""
-
-    temperature: float | None = None
-    """None: what the model's generation config says, as for top_p."""
-    top_p: float | None = None
-    max_new_tokens: int = 256
-    greedy: bool = False
-
-
 class ChatSession:
     """A loaded model and its tokenizer. Safetensors only, no remote code. ModelError where the folder cannot be loaded."""
 
@@ -33,19 +21,23 @@ class ChatSession:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).to(device).eval()
 
-    def answer(self, messages: Sequence[dict[str, str]], settings: ChatSettings) -> Iterator[str]:
-        """Yield the answer's text piece by piece."""
+    def answer(
+        self, messages: Sequence[dict[str, str]], *, max_new_tokens: int, greedy: bool = False, **sampling: float | None
+    ) -> Iterator[str]:
+        """Yield the answer's text piece by piece. `sampling` is temperature and top_p; None: as the generation config says."""
         # A model that was trained on plain prompts may have no template; it continues the text.
         plain = [{"role": PLAIN, "content": messages[-1]["content"]}]
         ids = torch.tensor([prompt_ids(self._tokenizer, messages if self._tokenizer.chat_template else plain)])
-        prompt = {"input_ids": ids.to(self._model.device), "attention_mask": torch.ones_like(ids).to(self._model.device)}
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        asked = {"temperature": settings.temperature, "top_p": settings.top_p}
-        sampling = {name: value for name, value in asked.items() if value is not None}
-        mode = {"do_sample": False} if settings.greedy else {"do_sample": True, **sampling} if sampling else {}
-        ends = sorted(end_token_ids(self._tokenizer, self._model.generation_config.eos_token_id))
-        limits = {"max_new_tokens": settings.max_new_tokens, "eos_token_id": ends or None}
-        options = {**prompt, **mode, **limits, "streamer": streamer}
+        chosen = {name: value for name, value in sampling.items() if value is not None}
+        options = {
+            "input_ids": ids.to(self._model.device),
+            "attention_mask": torch.ones_like(ids).to(self._model.device),
+            "max_new_tokens": max_new_tokens,
+            "eos_token_id": sorted(end_token_ids(self._tokenizer, self._model.generation_config.eos_token_id)) or None,
+            "streamer": streamer,
+            **({"do_sample": False} if greedy else {"do_sample": True, **chosen} if chosen else {}),
+        }
         # generate() blocks until the answer is complete, so it runs beside this generator, which reads the streamer.
         worker = Thread(target=self._model.generate, kwargs=options)
         worker.start()

@@ -42,13 +42,14 @@ def uniform_numbers(seeds: Sequence[int], length: int, *, device: torch.device) 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled token per row, with its log-probability (nats) under two distributions."""
+    """A sampled token per row, with its log-probability (nats) under the distribution that it was drawn from.
+
+    `policy_logps` are those before truncation and penalty: what the trainer computes.
+    """
 
     tokens: Int[Tensor, " N"]
     logps: Float[Tensor, " N"]
-    """Under the distribution the token was drawn from."""
     policy_logps: Float[Tensor, " N"]
-    """Under the model's distribution at the sampling temperature, before truncation and penalty: what the trainer computes."""
 
 
 def sample_tokens(
@@ -162,10 +163,9 @@ def truncate(logits: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Which shapes are decoded, and how often the host looks at the tokens."""
+    """Which shapes are decoded, and after how many steps the host looks at the tokens."""
 
     check_every: int
-    """Steps between two checks."""
     fewest_rows: int
     """Rows are dropped down to this number times 1, 4, 16, ... only; 0: whenever some have ended."""
     first_columns: int
@@ -182,7 +182,7 @@ class Buckets:
         return cls(1, 0, 16) if device.type == "cpu" else cls(8, 64, 512)
 
     def rows(self, alive: int) -> int:
-        """How many rows are decoded for so many unfinished completions."""
+        """Rows for so many unfinished completions."""
         size = self.fewest_rows
         while 0 < size < alive:
             size *= 4
@@ -241,7 +241,10 @@ class DecodingLoop:
         self.limits = [min(most, request.max_tokens or most) for request in requests]
         # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
         self.uniform = uniform_numbers([request.seed for request in requests], sampling.max_completion_length, device=device)
-        prompts = unique_prompts(requests, device)
+        # Neighbouring equal prompts are held once; the completions of the batch are placeholders of one token.
+        groups = [(prompt, len(list(members))) for prompt, members in groupby(list(request.prompt_ids) for request in requests)]
+        prompt_of = [index for index, (_, count) in enumerate(groups) for _ in range(count)]
+        prompts = token_batch([prompt for prompt, _ in groups], [[0]] * len(prompt_of), prompt_of, device=device)
         self.state = make_state(model, prompts)
         # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
         self.tokens = prompts.last_ids[prompts.prompt_of]
@@ -360,10 +363,3 @@ class Replay:
             return
         step()
         self._eager_steps += 1
-
-
-def unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:
-    """A batch that holds neighbouring equal prompts once; its completions are placeholders of one token."""
-    groups = [(prompt, len(list(members))) for prompt, members in groupby(list(request.prompt_ids) for request in requests)]
-    prompt_of = [index for index, (_, count) in enumerate(groups) for _ in range(count)]
-    return token_batch([prompt for prompt, _ in groups], [[0]] * len(prompt_of), prompt_of, device=device)

@@ -1,20 +1,103 @@
 """The interface of a rollout engine and its data types.
 
-Where tools or an environment answer (conversations/play.py), a completion is everything after the prompt: the turns of the policy
-and what was said between them. An engine samples one turn, and `play` joins them.
+Where tools or an environment answer (conversations.py), a completion is everything after the prompt: the turns of the policy and
+what was said between them. An engine samples one turn; a `Player` joins them.
 
 A completion is truncated when its finish reason is `length`. The last token says nothing about it: a stop string also ends a
 completion without an end-of-turn token.
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from grpo_tasks.rollout.conversations.record import Conversation
+from grpo_tasks.environments.contract import Message
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, SYNC_BYTES
+
+Ending = Literal["done", "turns", "tokens", "error"]
+"""done: the environment ended it. turns, tokens: it ran out of them. error: a fault of the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy: the tokens from `start` to before `end` of the completion."""
+
+    start: int
+    end: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    message: Message
+    """The turn as a message; it, `answers` and what follows are those of `Observation`."""
+    answers: Sequence[Message] = ()
+    reward: float | None = None
+    calls: int = 0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> int:
+        """Calls that were answered with an error."""
+        return sum(answer.get("role") == "tool" and _is_error(answer.get("content")) for answer in self.answers)
+
+    def for_rewards(self) -> dict[str, Any]:
+        """What a reward function gets of the turn."""
+        said = {"text": self.text, "start": self.start, "end": self.end, "finish_reason": self.finish_reason}
+        return said | {"reward": self.reward, "calls": self.calls, "errors": self.errors, "info": dict(self.info)}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that is over."""
+
+    prompt_ids: Sequence[int]
+    prompt: Sequence[Message]
+    turns: Sequence[Turn]
+    ending: Ending
+    error: str | None = None
+    """Why it ended, where that was a fault of the environment."""
+    final_reward: float | None = None
+    """What the environment gave for the whole of it after a limit had ended it; 0 where it gave nothing then."""
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """All messages after the prompt."""
+        return [dict(message) for turn in self.turns for message in (turn.message, *turn.answers)]
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of what the environment gave; None if it gave nothing."""
+        given = [reward for reward in (*(turn.reward for turn in self.turns), self.final_reward) if reward is not None]
+        return sum(given) if given else None
+
+    @property
+    def calls(self) -> int:
+        """Calls of tools, refused ones included."""
+        return sum(turn.calls for turn in self.turns)
+
+    @property
+    def errors(self) -> int:
+        """Calls that were answered with an error."""
+        return sum(turn.errors for turn in self.turns)
+
+    def as_json(self) -> str:
+        """The conversation as one JSON object, for tables."""
+        turns = [turn.for_rewards() | {"message": turn.message, "answers": list(turn.answers)} for turn in self.turns]
+        ended = {"ending": self.ending, "error": self.error, "reward": self.reward}
+        shown = {"prompt": list(self.prompt), "turns": turns, **ended}
+        # Text of a policy may hold halves of surrogate pairs, which UTF-8 has no form for: escapes are plain ASCII.
+        return json.dumps(shown, default=str)
+
+
+def _is_error(content: object) -> bool:
+    if not isinstance(content, str) or not content.lstrip().startswith("{"):
+        return False
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "error" in found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +117,12 @@ class Completion:
     """Log-probability (nats) of each token under the sampler's model at the sampling temperature alone: any difference from the
     trainer's is a mismatch. None: the engine does not report it."""
     written: list[bool] | None = None
-    """For each token whether the policy wrote it. None: all."""
+    """`policy_mask`. None: all."""
     conversation: Conversation | None = None
     """Its turns, where tools or an environment answered."""
 
     @property
-    def wrote(self) -> list[bool]:
+    def policy_mask(self) -> list[bool]:
         """For each token whether the policy wrote it."""
         return [True] * len(self.token_ids) if self.written is None else self.written
 
@@ -85,7 +168,7 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, *, temperature: float | None = None) -> "Sampling":
-        """The settings of the config; `temperature` overrides the configured one, and 0 also disables top_p, top_k and min_p."""
+        """The settings of the config, or with another temperature; 0 also disables top_p, top_k and min_p."""
         greedy = temperature == 0.0
         return cls(
             temperature=rollout.temperature if temperature is None else temperature,
@@ -120,12 +203,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine tells about itself since the last report."""
+    """What happened since the last report: metrics by the names of schemas/metrics.py, and sentences about servers."""
 
     figures: dict[str, float] = field(default_factory=dict)
-    """Metrics by the names of schemas/metrics.py."""
     events: tuple[str, ...] = ()
-    """What happened to its servers, as sentences."""
 
     @classmethod
     def of_ranks(cls, reports: "Sequence[EngineReport]") -> "EngineReport":
@@ -169,24 +250,6 @@ class NoEngine(RolloutEngine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:  # noqa: ARG002
         """Never called."""
         raise AssertionError("a stage without held-out evaluations samples nothing")
-
-
-def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds."""
-    groups: list[list[Request]] = []
-    for request in requests:
-        last = groups[-1][-1] if groups else None
-        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
-        if last is not None and alike and server_seed(request) == server_seed(last) + 1:
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-    return groups
-
-
-def server_seed(request: Request) -> int:
-    """The seed of a request as vLLM takes it."""
-    return request.seed % 2**31
 
 
 def completion_seed(*parts: int | str) -> int:

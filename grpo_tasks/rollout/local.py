@@ -61,8 +61,7 @@ class LocalEngine(RolloutEngine):
         self._policy, self._fuse = policy, share_prompts and fuse_kernels and frozen
         self._make_state: MakeState | None = None
         self._fused: FusedDecoder | None = None
-        self._shift = 0.0
-        """How far the adapter of the check moves the policy; see `shaken_adapter`."""
+        self._shift = 0.0  # how far the adapter of the check moves the policy; see `shaken_adapter`
         if is_sharded(policy):
             # Its forward pass wants all processes, and one of them may have no requests.
             self._make_state = self._fitting_state()
@@ -293,7 +292,7 @@ class RepeatedPromptState:
         return logits
 
     def make_room(self, columns: int) -> None:
-        """Nothing to do: the cache grows by a column per step."""
+        """The cache grows by a column per step."""
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.model_files import generation_eos
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, loading_dtype, pick_device, save_plain
-from grpo_tasks.rollout.conversations.play import Player, Start
-from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations import Player, Start, player
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed, conversation_column
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
@@ -26,11 +25,39 @@ from schemas.prompts import GREEDY, PromptRow
 def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
     """The columns of schemas/tables.py Samples and `token_ids`; `directory` gets the logs of rollout servers."""
     log = directory / "environments.log"
+    rows = chosen_rows(spec.prompts, spec.max_prompts, spec.only)
+    samples = range(spec.first_sample, spec.first_sample + spec.num_samples)
+    # Consecutive seeds for the samples of a prompt; see Request.
+    seeds = [(row, completion_seed(spec.seed, "sample", row.prompt_id) + index) for row in rows for index in samples]
     with player(spec.interaction, spec.ref, spec.model, spec.rollout, completion=spec.completion, log=log) as found:
         values = spec.rollout.chat_template_kwargs
         tokenizer = load_tokenizer(spec.ref, spec.model, values) if found is None else found.tokenizer
         with _engine(spec, tokenizer, directory) as engine:
-            return _sampled(spec, tokenizer, engine, found)
+            draw = partial(sample_rows, engine, tokenizer, found, seed=spec.seed)
+            drawn = draw(seeds, Sampling.of(spec.rollout, temperature=spec.temperature))
+            table = _table([row for row, _ in seeds], list(samples) * len(rows), drawn)
+            if not spec.greedy:
+                return table
+            greedy = draw([(row, 0) for row in rows], Sampling.of(spec.rollout, temperature=0.0))
+            return pl.concat([table, _table(rows, [GREEDY] * len(rows), greedy)])
+
+
+def sample_rows(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    player: Player | None,
+    seeds: Sequence[tuple[PromptRow, int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> list[Completion]:
+    """A completion for each row and seed, or a conversation where there is a player; `seed` is that of the run."""
+    if player is None:
+        ids = {row.prompt_id: prompt_ids(tokenizer, row.messages) for row, _ in seeds}
+        return engine.generate([Request(ids[row.prompt_id], own) for row, own in seeds], sampling)
+    # The environment of a prompt is the same in all its samples, and in those of other models.
+    starts = [Start(row, own, completion_seed(seed, "environment", row.prompt_id)) for row, own in seeds]
+    return player.play(engine, starts, sampling)
 
 
 @contextmanager
@@ -55,30 +82,6 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
             yield sampler
         finally:
             sampler.close()
-
-
-def _sampled(
-    spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, player: Player | None = None
-) -> pl.DataFrame:
-    rows = chosen_rows(spec.prompts, spec.max_prompts, spec.only)
-    samples = range(spec.first_sample, spec.first_sample + spec.num_samples)
-
-    def draw(seeds: Sequence[tuple[PromptRow, int]], sampling: Sampling) -> list[Completion]:
-        if player is None:
-            ids = {row.prompt_id: prompt_ids(tokenizer, row.messages) for row in rows}
-            return engine.generate([Request(ids[row.prompt_id], seed) for row, seed in seeds], sampling)
-        # The environment of a prompt is the same in all its samples, and in those of other models.
-        starts = [Start(row, seed, completion_seed(spec.seed, "environment", row.prompt_id)) for row, seed in seeds]
-        return player.play(engine, starts, sampling)
-
-    # Consecutive seeds for the samples of a prompt; see Request.
-    seeds = [(row, completion_seed(spec.seed, "sample", row.prompt_id) + index) for row in rows for index in samples]
-    drawn = draw(seeds, Sampling.of(spec.rollout, temperature=spec.temperature))
-    table = _table([row for row in rows for _ in samples], list(samples) * len(rows), drawn)
-    if not spec.greedy:
-        return table
-    greedy = draw([(row, 0) for row in rows], Sampling.of(spec.rollout, temperature=0.0))
-    return pl.concat([table, _table(rows, [GREEDY] * len(rows), greedy)])
 
 
 def _table(rows: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -29,7 +30,7 @@ class SampleSpec(Result):
     ref: ModelRef
     prompts: Path
     """Accepted rows (schemas/tables.py Prompts)."""
-    max_prompts: int | None
+    max_prompts: int | None = None
     """Largest number of rows. Those with the smallest prompt ids are taken; ids are hashes, so this is a fixed random choice.
     None takes all."""
     num_samples: int
@@ -38,60 +39,27 @@ class SampleSpec(Result):
     """Number of the first sample. Seeds follow the number, so samples 2 to 7 are the same alone and with samples 0 and 1."""
     only: list[str] | None = None
     """Ids of the rows to sample for; None takes all."""
-    temperature: float
-    greedy: bool
+    temperature: float | None = None
+    """None: as in training."""
+    greedy: bool = False
     """Add one greedy completion per row."""
     rollout: RolloutConfig
     resources: ResourcesConfig
     seed: int
     interaction: InteractionConfig = Field(default_factory=InteractionConfig)
-    """Tools and environments that answer the policy."""
     completion: CompletionConfig = Field(default_factory=CompletionConfig)
-    """What a completion looks like; its reasoning holds no calls."""
 
     @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        ref: ModelRef,
-        prompts: Path,
-        resources: ResourcesConfig,
-        *,
-        num_samples: int,
-        max_prompts: int | None = None,
-        temperature: float | None = None,
-        greedy: bool = False,
-    ) -> "SampleSpec":
-        """Completions by the settings of a config; without a temperature of their own they are sampled as in training."""
-        return cls(
-            model=config.model,
-            ref=ref,
-            prompts=prompts,
-            max_prompts=max_prompts,
-            num_samples=num_samples,
-            temperature=config.rollout.temperature if temperature is None else temperature,
-            greedy=greedy,
-            rollout=config.rollout,
-            resources=resources,
-            seed=config.seed,
-            interaction=config.interaction,
-            completion=config.completion,
-        )
+    def of(cls, config: RunConfig, ref: ModelRef, prompts: Path, resources: ResourcesConfig, **fields: Any) -> "SampleSpec":
+        """The sections of a config as they are; `fields` are the numbers of rows and samples, temperature and greedy."""
+        sections = {name: getattr(config, name) for name in ("model", "rollout", "interaction", "completion", "seed")}
+        return cls(ref=ref, prompts=prompts, resources=resources, **sections, **fields)
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, ref: ModelRef, prompts: Path, resources: ResourcesConfig) -> "SampleSpec":
         """The completions of an evaluation."""
-        given = config.evaluation
-        return cls.of(
-            config,
-            ref,
-            prompts,
-            resources,
-            num_samples=given.num_samples,
-            max_prompts=given.max_prompts,
-            temperature=given.temperature,
-            greedy=given.greedy,
-        )
+        fields = {name: getattr(config.evaluation, name) for name in ("num_samples", "max_prompts", "temperature", "greedy")}
+        return cls.of(config, ref, prompts, resources, **fields)
 
     def part(self, only: Sequence[str] | None, numbers: range) -> "SampleSpec":
         """The same with these sample numbers, for the rows with these ids or for all."""

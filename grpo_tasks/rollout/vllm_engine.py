@@ -6,7 +6,7 @@
                                                            compared -> it unloads the previous ones; then those are deleted
 
 A server that kept old weights would train on completions of the wrong policy without any error. So each shows first that it takes
-weights over (calibration.py), and after each load the probe is compared (probe.py). The pool hands out requests.
+weights over, and after each load the probe is compared (calibration.py). The pool hands out requests.
 """
 
 import gc
@@ -31,29 +31,11 @@ from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.sharded import sampling_copy
-from grpo_tasks.rollout.calibration import (
-    NAMINGS,
-    Shifted,
-    calibrated,
-    likely_namings,
-    rename_keys,
-    without_match,
-    write_like,
-)
-from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling, groups_of, server_seed
-from grpo_tasks.rollout.probe import (
-    BASE_LIMIT,
-    CALIBRATION_SHARE,
-    LEAST_NOISE,
-    POLICY_SHARE,
-    noise_of,
-    probe_ids,
-    probe_logps,
-    shift_fault,
-)
-from grpo_tasks.rollout.server_client import Client, UnknownError, deliver, withdraw
+from grpo_tasks.rollout import calibration
+from grpo_tasks.rollout.calibration import NAMINGS, Shifted
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
+from grpo_tasks.rollout.vllm_server import Calibrated, Client, UnknownError, VllmServer, authorization, deliver, withdraw
 from schemas.config.rollout import VllmConfig
 from schemas.errors import Notice, RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES, SYNC_TIME
@@ -65,7 +47,7 @@ LIKE_SHIFT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A policy on its way to the servers."""
+    """A policy on its way to the servers, written in `seconds`."""
 
     name: str
     """Unlike that of any other policy: under an old name vLLM's prefix cache would return keys and values of old weights."""
@@ -73,24 +55,18 @@ class Weights:
     logps: Float[torch.Tensor, " T"] | None = None
     """Log-probabilities (nats) of the probe under this policy; None: it is not verified."""
     seconds: float = 0.0
-    """Time it took to write them."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files."""
+        """Of all files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
 class VllmSampler:
-    """Samples from servers that all serve the same model.
+    """Samples from servers that all serve the same model; the caller ends them.
 
-    Args:
-        tokenizer: the model's.
-        generation_eos: end-of-sequence tokens of the model's generation config.
-        config: limits and retries.
-        servers: requests are distributed over them; the caller ends them.
-        adapter: folder of a PEFT adapter to load on the servers' base model; None samples from the base model.
-        scratch: folder for weights that the servers load besides it; it is deleted in the end.
+    `generation_eos` is that of the model's generation config. `adapter` is the folder of a PEFT adapter to load on the servers'
+    base model; None samples from the base. The folder `scratch` is for weights that they load besides, and is deleted in the end.
     """
 
     def __init__(
@@ -111,7 +87,7 @@ class VllmSampler:
         self._run = f"policy-{uuid4().hex[:8]}"
         self._present = None if adapter is None else Weights(self._run, adapter)
         """What the servers have to serve; None: their base model."""
-        self._scratch, self._ids = scratch.resolve(), probe_ids(config.max_model_len)
+        self._scratch, self._ids = scratch.resolve(), calibration.probe_ids(config.max_model_len)
         self._naming, self._known = NAMINGS[0], False
         """How the servers' model names its layers, one of `NAMINGS`, and whether a server has proved it."""
         self._named: dict[str, Path] = {}
@@ -127,19 +103,19 @@ class VllmSampler:
         )
 
     def sync(self) -> None:
-        """Load the adapter into the servers; raises RolloutError when none took it."""
+        """Load the adapter into the servers; RolloutError when none took it."""
         self.pool.refresh()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order; see `RolloutEngine`.
-
-        Raises:
-            RolloutError: a server refuses a request, or each one failed more often than `max_restarts`.
-        """
+        """One completion per request, in order; RolloutError where a server refuses one, or each failed too often."""
         stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
         groups = groups_of(requests)
-        answers = self.pool.run(groups, lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
-        return [self._completion(answer, stop) for group in answers for answer in group]
+        answers = self.pool.run(
+            groups,
+            lambda server, group: self._complete(server, group, stop),
+            tokens=lambda answer: sum(len(one["token_ids"]) for one in answer),
+        )
+        return [_completion(answer, stop) for group in answers for answer in group]
 
     def sleep(self) -> None:
         """Release the GPU memory of the servers until the next `sync`, if `rollout.vllm.sleep` is on."""
@@ -155,7 +131,7 @@ class VllmSampler:
         return EngineReport(*self.pool.take_report())
 
     def close(self) -> None:
-        """Unload the adapter; the servers may keep running."""
+        """Unload what was loaded; the servers may keep running."""
         for server in self.pool.serving:
             # A server that is gone has nothing to unload, and all completions have been delivered.
             with suppress(ServerGoneError):
@@ -169,7 +145,7 @@ class VllmSampler:
     def _complete(self, server: VllmServer, group: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
         sampling = stop.sampling
         body = {
-            "model": self._model(server),
+            "model": server.base if self._present is None or self._merged else self._present.name,
             "prompt": list(group[0].prompt_ids),
             "n": len(group),
             "max_tokens": min(sampling.max_completion_length, group[0].max_tokens or sampling.max_completion_length),
@@ -178,7 +154,7 @@ class VllmSampler:
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "seed": server_seed(group[0]),
+            "seed": _server_seed(group[0]),
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(sampling.stop),
@@ -198,25 +174,17 @@ class VllmSampler:
             )
         return sorted(answers, key=lambda answer: int(answer["index"]))
 
-    def _completion(self, answer: dict[str, Any], stop: StopRule) -> Completion:
-        ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
-        if len(ids) != len(logps):
-            raise RolloutError(f"the server returned {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
-        # The server reports one distribution only, the one it draws from (`--logprobs-mode processed_logprobs`).
-        policy_logps = None if stop.sampling.changes_distribution else logps
-        reason: Literal["stop", "length"] = "length" if answer["finish_reason"] == "length" else "stop"
-        return Completion(ids, logps, stop.text(ids), reason, policy_logps)
-
-    def _model(self, server: VllmServer) -> str:
-        return server.base if self._present is None or self._merged else self._present.name
-
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
         """Load weights into a server that has shown that it takes weights over; nothing to do for one that has them."""
         if server.asleep:
             self._post(server, "/wake_up", {})
             server.asleep = False
         if server.stale:
-            self._recall(server)
+            # It was away, and somebody may have restarted it: which of our adapters does it still have?
+            server.inspect()
+            # Nobody can ask for the weights of the base model, so they are loaded again.
+            server.loaded &= set() if self._merged else self._client.models(server.address)
+            server.stale, server.calibrated = False, None
         if weights is None:
             return
         if server.calibrated is None:
@@ -247,7 +215,7 @@ class VllmSampler:
                 # The policy's own folder, which nobody else reads; an adapter that is evaluated belongs to somebody.
                 own = weights.folder.is_relative_to(self._scratch)
                 folder = weights.folder if own else shutil.copytree(weights.folder, self._scratch / "renamed")
-                rename_keys(folder, self._naming)
+                calibration.rename_keys(folder, self._naming)
                 self._named[weights.name] = folder
             return self._named[weights.name]
 
@@ -257,7 +225,7 @@ class VllmSampler:
         with self._lock:
             like = Weights(f"{self._run}-calibration", self._scratch / "calibration")
             if not like.folder.exists():
-                write_like(weights.folder, like.folder)
+                calibration.write_like(weights.folder, like.folder)
 
         def fault(found: Float[torch.Tensor, " T"]) -> str | None:
             moved = float((found - base).abs().mean())
@@ -267,22 +235,22 @@ class VllmSampler:
         server.calibrated = Calibrated(base, 0.0)
 
     def _find_naming(
-        self, server: VllmServer, calibration: Weights, fault_of: Callable[[Float[torch.Tensor, " T"]], str | None]
+        self, server: VllmServer, trial: Weights, fault_of: Callable[[Float[torch.Tensor, " T"]], str | None]
     ) -> None:
         """Let a server load calibration weights under the names that others have proved, or else under one after the other."""
         faults: list[str] = []
         # One server after the other until one has proved a naming: they serve the same model.
         with nullcontext() if self._known else self._lock:
-            likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
+            likely = [self._naming] if self._known else calibration.likely_namings(trial.folder, server.model)
             # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
             for naming in likely[:1] if self._merged else likely:
-                fault = self._try(server, calibration, naming, fault_of)
+                fault = self._try(server, trial, naming, fault_of)
                 if fault is None:
                     self._naming, self._known = naming, True
                     return
                 faults.append(fault)
         raise RolloutError(
-            f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
+            f"the server does not take over the policy: {faults[0]}. {calibration.without_match(trial.folder, server.model)}",
             place=server.address,
             fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
             "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
@@ -291,17 +259,17 @@ class VllmSampler:
     def _try(
         self,
         server: VllmServer,
-        calibration: Weights,
+        trial: Weights,
         naming: str | None,
         fault_of: Callable[[Float[torch.Tensor, " T"]], str | None],
     ) -> str | None:
         """What is wrong with what a server makes of calibration weights under a naming; it unloads them again."""
         number = NAMINGS.index(naming)
-        weights = replace(calibration, name=f"{calibration.name}-{number}")
-        folder = calibration.folder.with_name(weights.name) if naming else calibration.folder
+        weights = replace(trial, name=f"{trial.name}-{number}")
+        folder = trial.folder.with_name(weights.name) if naming else trial.folder
         if not folder.exists():
-            shutil.copytree(calibration.folder, folder)
-            rename_keys(folder, naming)
+            shutil.copytree(trial.folder, folder)
+            calibration.rename_keys(folder, naming)
         try:
             self._load(server, weights, folder)
             return fault_of(self._probe(server, server.base if self._merged else weights.name))
@@ -320,13 +288,6 @@ class VllmSampler:
         # The first entry has no log-probability, the second belongs to the prompt in `probe_logps`.
         entries = self._post(server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"][2:]
         return torch.tensor([float(next(iter(entry.values()))["logprob"]) for entry in entries])
-
-    def _recall(self, server: VllmServer) -> None:
-        """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
-        server.inspect()
-        # Nobody can ask for the weights of the base model, so they are loaded again.
-        server.loaded &= set() if self._merged else self._client.models(server.address)
-        server.stale, server.calibrated = False, None
 
     def _unload(self, server: VllmServer, *, keep: str | None) -> None:
         """Unload all adapters of ours but one."""
@@ -365,7 +326,7 @@ class VllmEngine(VllmSampler):
         weights: folder through which weights are handed to the servers.
         dtype: precision of the servers, for the probe.
         merged: hand over complete merged weights instead of the adapter.
-        untied: the servers were started with an output layer of its own, where the policy's is tied to the embeddings.
+        untied: the servers' output layer is one of its own, where the policy's is tied to the embeddings.
         shared: other processes sample from the same servers. Merged weights are then compared and not calibrated: the others
             would sample from the calibration.
     """
@@ -384,14 +345,17 @@ class VllmEngine(VllmSampler):
         shared: bool = False,
     ) -> None:
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers, scratch=weights)
-        self._ids = probe_ids(config.max_model_len, getattr(policy.config.get_text_config(), "max_position_embeddings", None))
+        self._ids = calibration.probe_ids(
+            config.max_model_len, getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        )
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._untied, self._shared = untied, shared
         self._calibration: tuple[Weights, Shifted] | None = None
         """Calibration weights as the servers get them, and what they change in the trainer's probe."""
         self._sync_s = 0.0
-        trained = not untied and merged and _trains_embeddings(policy)
-        if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
+        embedding: Any = policy.get_input_embeddings()
+        tied = merged and not untied and policy.config.tie_word_embeddings
+        if tied and policy.device.type == "cpu" and any(parameter.requires_grad for parameter in embedding.parameters()):
             # vLLM's CPU output layer multiplies with a packed copy of the embeddings, which a reload does not update.
             raise RolloutError(
                 "vLLM on a CPU cannot reload trained embeddings that are tied to the output layer",
@@ -418,7 +382,7 @@ class VllmEngine(VllmSampler):
         """Save the policy's current weights for `load`; the policy may then be trained on."""
         began, self._version = time.perf_counter(), self._version + 1
         if self._calibration is None:
-            with calibrated(self._policy, self._ids, self._dtype) as shifted:
+            with calibration.calibrated(self._policy, self._ids, self._dtype) as shifted:
                 # Kept to the end, for servers that are restarted or join later.
                 self._calibration = self._saved("calibration"), shifted
         return replace(self._saved(f"{self._version:06d}"), seconds=time.perf_counter() - began)
@@ -429,18 +393,14 @@ class VllmEngine(VllmSampler):
         folder = self._scratch / name
         if self._folded is None:
             save_trained(self._policy, self._tokenizer, folder, trained_weights(self._policy))
-            return Weights(name, folder, probe_logps(self._policy, self._ids))
+            return Weights(name, folder, calibration.probe_logps(self._policy, self._ids))
         self._folded.sync()
         save_for_server(self._folded.model, folder, untie=self._untied)
         # What the server gets: in 16 bits the sum of base and adapter is rounded.
-        return Weights(name, folder, probe_logps(self._folded.model, self._ids))
+        return Weights(name, folder, calibration.probe_logps(self._folded.model, self._ids))
 
     def load(self, weights: Weights) -> None:
-        """Load prepared weights into the servers; the previous ones are deleted.
-
-        Raises:
-            RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
-        """
+        """Load prepared weights, and delete the previous ones; RolloutError where no server takes them and shows that it does."""
         began, before = time.perf_counter(), self._present
         self._present = weights
         for replica in self.pool.replicas:
@@ -455,7 +415,7 @@ class VllmEngine(VllmSampler):
         self._sync_s = weights.seconds + time.perf_counter() - began
 
     def report(self) -> EngineReport:
-        """Figures and events of the pool and of the last load."""
+        """Those of the pool and of the last load."""
         report = super().report()
         taken = sum(replica.server.bytes_taken for replica in self.pool.replicas)
         return EngineReport(report.figures | {SYNC_TIME: self._sync_s, SYNC_BYTES: float(taken)}, report.events)
@@ -470,11 +430,7 @@ class VllmEngine(VllmSampler):
         super().close()
 
     def _make_room(self) -> None:
-        """Free GPU memory for sleeping servers, which allocate their share again when they wake up.
-
-        They share the GPU with this process and wake up only if enough of its memory is free. So everything that the next update
-        recreates is freed first; weights and optimizer state stay.
-        """
+        """Free what the next update recreates: a server that sleeps on this card wakes up only if enough memory is free."""
         # 1. The gradients of the last update.
         self._policy.zero_grad(set_to_none=True)
         # 2. Activations in reference cycles, such as those of checkpointed layers.
@@ -484,28 +440,36 @@ class VllmEngine(VllmSampler):
 
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
         assert weights is not None
+        assert weights.logps is not None
         super()._hand_over(server, weights)
-        self._check(server, weights)
+        assert server.calibrated is not None
+        assert self._calibration is not None
+        # What the weights change in the probe, there and here. Here it is that of the moment when they were saved: the policy may
+        # have changed since.
+        found = self._probe(server, server.base if self._merged else weights.name) - server.calibrated.base
+        wanted = weights.logps - self._calibration[1].base
+        if fault := calibration.shift_fault(found, wanted, noise=server.calibrated.noise, share=calibration.POLICY_SHARE):
+            raise RolloutError(
+                f"the server does not serve the trainer's policy: {fault}",
+                place=server.address,
+                fix="restart the server with the same base weights and precision as the trainer",
+            )
         self._unload(server, keep=weights.name)
 
     def _calibrate(self, server: VllmServer, weights: Weights) -> None:  # noqa: ARG002 - the calibration has been saved already
-        """Find out whether a server shows the trainer's shift on calibration weights, and under which names.
-
-        Raises:
-            RolloutError: its base is another model, or it shows another shift or none.
-        """
+        """As above, by the trainer's shift on calibration weights; RolloutError where the base is another model, too."""
         assert self._calibration is not None
-        (calibration, wanted), dtype = self._calibration, self._dtype
-        assert calibration.logps is not None
-        shift = calibration.logps - wanted.base
+        (trial, wanted), dtype = self._calibration, self._dtype
+        assert trial.logps is not None
+        shift = trial.logps - wanted.base
         base = self._probe(server, server.base)
         difference = float((base - wanted.base).abs().mean())
-        noise = noise_of(base, wanted.base, dtype)
+        noise = calibration.noise_of(base, wanted.base, dtype)
         if self._merged:
             # Nobody can ask for its base again, and what it serves now may be the weights of an earlier attempt.
             base = wanted.base
-            noise = noise if difference <= BASE_LIMIT[dtype] else 4 * LEAST_NOISE[dtype]
-        elif not difference <= BASE_LIMIT[dtype]:
+            noise = noise if difference <= calibration.BASE_LIMIT[dtype] else 4 * calibration.LEAST_NOISE[dtype]
+        elif not difference <= calibration.BASE_LIMIT[dtype]:
             raise RolloutError(
                 f"the server does not serve the trainer's base model: their log-probabilities differ by {difference:.3g} nats",
                 place=server.address,
@@ -513,34 +477,36 @@ class VllmEngine(VllmSampler):
             )
 
         def fault(found: Float[torch.Tensor, " T"]) -> str | None:
-            return shift_fault(found - base, shift, noise=noise, share=CALIBRATION_SHARE[dtype])
+            return calibration.shift_fault(found - base, shift, noise=noise, share=calibration.CALIBRATION_SHARE[dtype])
 
         if not (self._merged and self._shared):
-            self._find_naming(server, calibration, fault)
+            self._find_naming(server, trial, fault)
         server.calibrated = Calibrated(base, noise)
 
-    def _check(self, server: VllmServer, weights: Weights) -> None:
-        """Compare what weights change in the probe's log-probabilities with what they change in a server's.
 
-        The expected ones are those of the moment when the weights were saved: the policy may have changed since.
-        """
-        assert self._calibration is not None
-        assert server.calibrated is not None
-        assert weights.logps is not None
-        found = self._probe(server, server.base if self._merged else weights.name) - server.calibrated.base
-        wanted = weights.logps - self._calibration[1].base
-        if fault := shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE):
-            raise RolloutError(
-                f"the server does not serve the trainer's policy: {fault}",
-                place=server.address,
-                fix="restart the server with the same base weights and precision as the trainer",
-            )
+def _completion(answer: dict[str, Any], stop: StopRule) -> Completion:
+    ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
+    if len(ids) != len(logps):
+        raise RolloutError(f"the server returned {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
+    # The server reports one distribution only, the one it draws from (`--logprobs-mode processed_logprobs`).
+    policy_logps = None if stop.sampling.changes_distribution else logps
+    reason: Literal["stop", "length"] = "length" if answer["finish_reason"] == "length" else "stop"
+    return Completion(ids, logps, stop.text(ids), reason, policy_logps)
 
 
-def _num_tokens(answers: Sequence[dict[str, Any]]) -> int:
-    return sum(len(answer["token_ids"]) for answer in answers)
+def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
+        if last is not None and alike and _server_seed(request) == _server_seed(last) + 1:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
 
 
-def _trains_embeddings(policy: CausalLM) -> bool:
-    embedding: Any = policy.get_input_embeddings()
-    return any(parameter.requires_grad for parameter in embedding.parameters())
+def _server_seed(request: Request) -> int:
+    """As vLLM takes it."""
+    return request.seed % 2**31

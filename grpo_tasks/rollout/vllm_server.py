@@ -1,28 +1,36 @@
-"""vLLM servers: started here in an environment and a process group of their own, or existing ones that are checked.
+"""vLLM servers: started here in an environment and a process group of their own, or existing ones that are checked; and requests.
 
 vLLM and the trainer cannot share an environment, because their requirements exclude each other. So nothing here imports vLLM: a
-server is a command, an address and a log file.
+server is a command, an address and a log file. What its answers mean:
+
+no answer, status 5xx     ServerGoneError    the server is examined, and restarted if necessary
+status 429 or 503         ServerBusyError    it rests
+any other status          RolloutError       the request is wrong; no other server would take it
 """
 
 import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import httpx
+import tenacity
 import torch
 from jaxtyping import Float
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.processes.serve import HOST, free_port, start_server, tail, wait_until_up
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError, ServerGoneError
+from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING_ADAPTERS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -33,52 +41,146 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests crashes vLLM's CPU engine."""
 GUARD = Path(__file__).resolve().parents[1] / "kit"
-"""Folder of the middlewares that refuse requests from web pages and, on a network, those without the key. vLLM asks for its key
-on some paths only."""
+"""Folder of the middlewares that refuse web pages and, on a network, requests without the key. vLLM asks for it on few paths."""
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
 """Environment variable in which the middleware finds further host names that the server answers to."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 BASE = "base"
 """Name of the model without an adapter on the servers started here."""
+BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+CHECK_TIMEOUT_S = 10.0
+CHUNK = 1 << 20
 log = logging.getLogger(__name__)
+
+
+def authorization() -> dict[str, str]:
+    """The header with the API key, if VLLM_API_KEY is set. Servers started here read the same variable and require the key."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+class UnknownError(RolloutError):
+    """The server does not know the path or the model of a request."""
+
+
+class Client:
+    """Asks servers; several threads may share it. A request that finds no connection is repeated `retries` times."""
+
+    def __init__(self, headers: Mapping[str, str], *, timeout_s: float, retries: int) -> None:
+        self._retries = retries
+        self._client = httpx.Client(
+            headers=dict(headers),
+            timeout=httpx.Timeout(timeout_s, connect=CHECK_TIMEOUT_S),
+            # The pool limits the requests of each server.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    def post(self, address: str, path: str, body: Mapping[str, Any], *, repeat: bool = True) -> Any:
+        """The answer to a request; see `send`."""
+        return self.send("POST", address, path, lambda: {"json": body}, repeat=repeat)
+
+    def send(self, method: str, address: str, path: str, content: Callable[[], dict[str, Any]], *, repeat: bool = True) -> Any:
+        """The answer to a request; errors as above. `content` makes the arguments of httpx, anew for each attempt."""
+        try:
+            for attempt in tenacity.Retrying(
+                retry=tenacity.retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),
+                stop=tenacity.stop_after_attempt(self._retries + 1 if repeat else 1),
+                wait=tenacity.wait_exponential(0.2, max=5.0),
+                reraise=True,
+            ):
+                with attempt:
+                    answer = self._client.request(method, f"{address}{path}", **content())
+        except httpx.TransportError as error:
+            slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+            fix = "see the server's log, vllm.log"
+            fix += "; or raise rollout.vllm.request_timeout_s, or lower rollout.vllm.concurrency" * slow
+            raise ServerGoneError(f"no answer to {path}: {error!r}", place=address, fix=fix) from error
+        if answer.status_code == httpx.codes.OK:
+            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+        kind, what = RolloutError, "was refused"
+        if answer.status_code in BUSY or answer.is_server_error:
+            kind, what = ServerBusyError if answer.status_code in BUSY else ServerGoneError, "failed"
+        elif answer.status_code == httpx.codes.NOT_FOUND:
+            kind = UnknownError
+        raise kind(f"{path} {what} ({answer.status_code}): {answer.text[:500]}", place=address)
+
+    def healthy(self, address: str) -> bool:
+        """True if the server says that it is."""
+        try:
+            return self._client.get(f"{address}/health", timeout=CHECK_TIMEOUT_S).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def models(self, address: str) -> set[str]:
+        """Names of the models and adapters that the server has; empty if it does not say."""
+        try:
+            answer = self._client.get(f"{address}/v1/models", timeout=CHECK_TIMEOUT_S)
+            return {model["id"] for model in answer.json()["data"]} if answer.is_success else set()
+        except (httpx.TransportError, ValueError, KeyError):
+            return set()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def deliver(client: Client, receiver: str, name: str, folder: Path) -> str:
+    """Send the files of a folder to a `grpo weights-server`, which checks their hashes; returns where the vLLM server finds them.
+
+    `name` is that of no other weights. Raises as `Client.send`: a full disk and a damaged file count as a receiver that is gone.
+    """
+    hashes = {file.name: file_sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    for file, sha256 in hashes.items():
+        headers = {"X-SHA256": sha256, "Content-Length": str((folder / file).stat().st_size)}
+        content = partial(_upload, folder / file, headers)
+        client.send("PUT", receiver, f"/weights/{name}/{file}", content)
+    return str(client.post(receiver, f"/weights/{name}", {"files": hashes})["path"])
+
+
+def withdraw(client: Client, receiver: str, name: str) -> None:
+    """Delete weights that the server has unloaded."""
+    client.send("DELETE", receiver, f"/weights/{name}", dict)
+
+
+def _upload(file: Path, headers: Mapping[str, str]) -> dict[str, Any]:
+    def chunks() -> Iterator[bytes]:
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK):
+                yield chunk
+
+    return {"content": chunks(), "headers": headers}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerModel:
-    """The model that a server is started with."""
+    """The model that a server is started with: a folder with weights and tokenizer."""
 
     model: Path
-    """Directory with weights and tokenizer."""
     dtype: str
     max_lora_rank: int | None
     """Largest rank of the adapters that will be loaded; None: no adapters."""
     cuda: bool
-    """Run on a GPU."""
     num_adapters: int = 1
     """Adapters that are sampled from at the same time: one for each process of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What a server has shown that takes over weights (calibration.py)."""
+    """What a server has shown that takes over weights: the probe (nats) under its base, and the noise of a shift from it."""
 
     base: Float[torch.Tensor, " T"]
-    """Log-probabilities (nats) of the probe under its base model."""
     noise: float
-    """Rounding noise of a shift from it, in nats."""
 
 
 class VllmServer:
     """A running server. This class stands for one that was not started here, `OwnServer` for one that was.
 
     Attributes:
-        address: such as http://127.0.0.1:8000.
         base: the server's name for the model without an adapter.
         loaded: names of the policies that it has loaded since it was started.
         stale: it was away, so `loaded` may be wrong.
         asleep: it has released its GPU memory.
-        own: it was started here.
         receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
         bytes_taken: size of the weights that it has loaded since the policy changed.
         calibrated: what it has shown since it was started; None: nothing yet.
@@ -97,7 +199,7 @@ class VllmServer:
         self.stale = self.asleep = False
 
     def inspect(self) -> None:
-        """Find out what it serves, after it was away; nothing to find out about one that was started here."""
+        """Find out what it serves, after it was away; that is known of one that was started here."""
 
     def restart(self) -> None:
         """Start it again; raises RolloutError where that fails, and always for a server that was not started here."""
@@ -116,9 +218,7 @@ class ForeignServer(VllmServer):
     def inspect(self) -> None:
         """Check that it offers what the engine uses, and read the name of its model.
 
-        Raises:
-            ServerGoneError: it cannot be reached.
-            RolloutError: it refuses the key, or lacks an endpoint.
+        A ServerGoneError where it or its receiver of weights cannot be reached, else a RolloutError.
         """
         try:
             paths, version, models = (
@@ -163,13 +263,8 @@ class ForeignServer(VllmServer):
 class OwnServer(VllmServer):
     """A server started here, by `start`. One thread may restart it while another one ends it.
 
-    Args:
-        config: settings of the server.
-        served: the model.
-        log: where its output goes.
-        device: its CUDA_VISIBLE_DEVICES; None: those of this process.
-        host: address that it listens on. On any but the loopback address it wants the key of VLLM_API_KEY for everything except
-            /health, and without a key it refuses all requests.
+    `device` is its CUDA_VISIBLE_DEVICES; None: those of this process. On any `host` but the loopback address it wants the key of
+    VLLM_API_KEY for everything except /health, and without a key it refuses all requests.
     """
 
     own = True
@@ -177,11 +272,10 @@ class OwnServer(VllmServer):
     def __init__(
         self, config: VllmConfig, served: ServerModel, log: Path, device: str | None = None, *, host: str = HOST
     ) -> None:
+        super().__init__("")
         self._config, self._served, self._log, self._device, self._host = config, served, log, device, host
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._lock, self._ended = Lock(), False
-        super().__init__("")
-        self.model = str(served.model)
+        self._lock, self._ended, self.model = Lock(), False, str(served.model)
 
     def start(self) -> None:
         """Start it and wait until it answers; raises RolloutError if it does not."""
@@ -200,8 +294,15 @@ class OwnServer(VllmServer):
             if self._ended:
                 raise RolloutError("the server was ended before it started", place=str(self._log))
             self._supervisor = start_server(server, environment=environment, output=output)
+
+        def is_starting() -> bool:
+            if self.runs:
+                return True
+            stopped = f"the vLLM server stopped during its start; the end of its log:\n{tail(self._log)}"
+            raise RolloutError(stopped, place=str(self._log))
+
         try:
-            if not wait_until_up(f"{address}/health", limit_s, is_ours=self._is_starting):
+            if not wait_until_up(f"{address}/health", limit_s, is_ours=is_starting):
                 raise RolloutError(
                     f"the vLLM server did not start within {limit_s:g} s; the end of its log:\n{tail(self._log)}",
                     place=str(self._log),
@@ -211,12 +312,6 @@ class OwnServer(VllmServer):
             self._stop()
             raise
         self.address = address
-
-    def _is_starting(self) -> bool:
-        if self.runs:
-            return True
-        stopped = f"the vLLM server stopped during its start; the end of its log:\n{tail(self._log)}"
-        raise RolloutError(stopped, place=str(self._log))
 
     @property
     def runs(self) -> bool:
@@ -247,11 +342,7 @@ class OwnServer(VllmServer):
 
 @contextmanager
 def serving(config: VllmConfig, served: ServerModel, folder: Path) -> Iterator[list[VllmServer]]:
-    """Start servers and yield them when all are up; they end with the block. Logs go to `folder`.
-
-    Raises:
-        RolloutError: there is no vLLM environment, or a server does not come up.
-    """
+    """Start servers and yield them when all are up; they end with the block. RolloutError where one fails."""
     if not Path(config.python).exists():
         raise RolloutError(
             f"{config.python} does not exist", place="rollout.vllm.python", fix="make vllm, or rollout.engine: local"
@@ -269,13 +360,9 @@ def serving(config: VllmConfig, served: ServerModel, folder: Path) -> Iterator[l
 
 
 def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server; None for that of the trainer.
+    """CUDA_VISIBLE_DEVICES of each server; None for that of the trainer. A RolloutError where there are too few cards.
 
-    Without `devices`, several servers get cards of their own: those behind the trainer's first card where there are enough, and
-    otherwise all of them.
-
-    Raises:
-        RolloutError: there are fewer cards than the servers need.
+    Without `devices`, several servers get cards of their own: the last ones of the machine.
     """
     if config.devices:
         return [*config.devices]
@@ -296,18 +383,13 @@ def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
 
 
 def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, after a check that they can load adapters, or complete weights. Others may join later.
-
-    Raises:
-        RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
-    """
+    """The servers of `base_urls`, inspected. Some may be absent and join later, but not all: that is a RolloutError."""
     receivers: Sequence[str | None] = [url.rstrip("/") for url in config.weights_urls] or [None] * len(config.base_urls)
-    servers = [
-        ForeignServer(url, adapters=adapters, receiver=receiver)
-        for url, receiver in zip(config.base_urls, receivers, strict=True)
-    ]
+    servers: list[VllmServer] = []
     absent: list[ServerGoneError] = []
-    for server in servers:
+    for url, receiver in zip(config.base_urls, receivers, strict=True):
+        server = ForeignServer(url, adapters=adapters, receiver=receiver)
+        servers.append(server)
         try:
             server.inspect()
         except ServerGoneError as gone:
@@ -317,7 +399,7 @@ def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
         raise absent[0]
     for missing in absent:
         log.warning("%s: %s; the work begins without it, and it joins when it answers", missing.place, missing.message)
-    return [*servers]
+    return servers
 
 
 def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
@@ -362,12 +444,6 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
 
 def _sleeps(config: VllmConfig, served: ServerModel) -> bool:
     return config.sleep and served.cuda
-
-
-def authorization() -> dict[str, str]:
-    """The header with the API key, if VLLM_API_KEY is set. Servers started here read the same variable and require the key."""
-    key = os.environ.get("VLLM_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @contextmanager

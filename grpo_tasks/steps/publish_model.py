@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.evaluation.guards import find_merge_loss, find_regressions
-from grpo_tasks.evaluation.paired import compare, deciding_metric
+from grpo_tasks.evaluation.statistics import compare, deciding_metric
 from grpo_tasks.processes.child import SPEC, run_module
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec

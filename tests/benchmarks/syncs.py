@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from grpo_tasks.policy.load import load_tokenizer, trainable_policy
-from grpo_tasks.rollout.probe import POLICY_SHARE, shift_fault
+from grpo_tasks.rollout.calibration import POLICY_SHARE, shift_fault
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, serving
 from schemas.config.model import ModelConfig

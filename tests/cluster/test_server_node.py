@@ -8,8 +8,7 @@ import pytest
 
 from schemas.errors import RolloutError
 from tests.rollout.conftest import small  # noqa: F401 - a fixture
-from tests.rollout.servers import served
-from tests.rollout.small_servers import kill, small_config
+from tests.rollout.servers import kill, served, small_config
 
 pytest.importorskip("ray")
 

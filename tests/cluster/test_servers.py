@@ -13,7 +13,7 @@ from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
-from tests.rollout.small_servers import SMALL, counts, small_servers, tell
+from tests.rollout.servers import SMALL, counts, small_servers, tell
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -16,7 +16,7 @@ from grpo_tasks.grpo.trl import _SuiteTrainer
 from grpo_tasks.policy.chat import end_token_ids, prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
+from grpo_tasks.rollout.chat_session import ChatSession
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.tracking.served.chat_model import ServedModel
@@ -125,7 +125,7 @@ def test_an_unnamed_end_of_turn_ends_sampling_and_chat(unnamed, greedy):
     sampling = Sampling.of(RolloutConfig(max_completion_length=60), temperature=0.0)
     [completion] = LocalEngine(policy, tokenizer).generate([Request(prompt_ids(tokenizer, CHAT), 0)], sampling)
     assert (completion.token_ids, completion.finish_reason) == (greedy, "stop")
-    said = "".join(ChatSession(unnamed).answer(CHAT, ChatSettings(max_new_tokens=60, greedy=True)))
+    said = "".join(ChatSession(unnamed).answer(CHAT, max_new_tokens=60, greedy=True))
     assert said == completion.text == tokenizer.decode(greedy, skip_special_tokens=True)
 
 

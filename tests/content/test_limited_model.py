@@ -13,8 +13,7 @@ from grpo_tasks.content import limited_model as room
 from grpo_tasks.content.limited_model import check_model_files, limited_model, limited_templates
 from grpo_tasks.content.tokenizer import RefusedError, rendered_all
 from grpo_tasks.data.chat_tokens import load_counter
-from grpo_tasks.rollout.conversations.play import TurnTokens
-from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations import TurnTokens, player
 from schemas.config.completion import CompletionConfig
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig

@@ -84,12 +84,8 @@ def test_a_histogram_counts_every_rate_once():
 def test_rates_of_a_column_may_be_text_or_missing():
     rows = [Row("a", extra={"solve_rate": 0.5}), Row("b", extra={"solve_rate": "0.125"}), Row("c", extra={"solve_rate": None})]
     table = PassRates.validate(column_rates(rows, "solve_rate", ["one", "two"]))
-    assert table.select("stage", "prompt_id", "pass_rate").rows() == [
-        ("one", "a", 0.5),
-        ("one", "b", 0.125),
-        ("two", "a", 0.5),
-        ("two", "b", 0.125),
-    ]
+    found = table.select("stage", "prompt_id", "pass_rate").rows()
+    assert found == [(stage, *rate) for stage in ("one", "two") for rate in (("a", 0.5), ("b", 0.125))]
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, "many", float("nan"), True, [0.5]])
@@ -107,14 +103,9 @@ def test_a_column_that_no_row_has_is_refused():
 
 
 def test_the_report_lists_unsolved_prompts_with_their_answers(tmp_path):
-    config = RunConfig(
-        data={"train": [{"path": "rows.jsonl"}]},
-        stages=[{"name": "answers", "rewards": ["correctness"]}],
-        difficulty={"samples": 4},
-    )
     rows = [Row("never", line=3, truths=("<b>4</b>",)), Row("half"), Row("always")]
     table = measured_rates(SAMPLES.hstack(SOLVED), INPUTS)
-    report = write_rates(table, rows, config.difficulty_of(config.stages), tmp_path, key="k", label="start")
+    report = write_rates(table, rows, INPUTS, tmp_path, key="k", label="start")
     [stage] = report.stages
     assert (stage.prompts, stage.never_solved, stage.always_solved, stage.mean.value) == (3, 1, 1, 0.5)
     assert stage.mean.low < 0.5 < stage.mean.high

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from scipy import stats
 
 from grpo_tasks.evaluation.guards import find_merge_loss, find_regressions
-from grpo_tasks.evaluation.paired import compare, deciding_metric
 from grpo_tasks.evaluation.report import evaluate_samples
+from grpo_tasks.evaluation.statistics import compare, deciding_metric
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.run import RunConfig

@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, PretrainedConfig, StableLmConfig
 
 from tests.flows.place import SMALL, Place, prefect_server
-from tests.rollout.small_servers import SMALL as SMALL_SERVER
+from tests.rollout.servers import SMALL as SMALL_SERVER
 from tests.variants import BASE, BOS, END, NO_END, START, variant
 
 STRINGS = "rendered.jsonl"

@@ -24,7 +24,7 @@ from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.conversations.play import Player
+from grpo_tasks.rollout.conversations import Player
 from grpo_tasks.rollout.engine import Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec

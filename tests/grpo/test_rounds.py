@@ -31,7 +31,7 @@ from schemas.metrics import (
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
 from tests.rollout.conftest import small  # noqa: F401 - a fixture
-from tests.rollout.small_servers import small_servers
+from tests.rollout.servers import small_servers
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(600)]
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,14 @@ from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.planning.memory_plan import RESERVE
 from grpo_tasks.policy.load import trainable_policy
+from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.stage.journal import Events, read_events
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
-from tests.rollout.test_vllm_sleep import CALIBRATE, LOAD, PROBE, Served, engine_on
+from tests.rollout.conftest import small  # noqa: F401 - a fixture
+from tests.rollout.servers import CALIBRATE, LOAD, PROBE, SLEEP, small_config, small_servers, watched
 
 AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
 TOTAL = RESERVE + 40 * 2**20
@@ -134,29 +135,26 @@ def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
     assert not directory.token_budget.exists()
 
 
-@pytest.fixture
-def served(base_ref):
-    with Served(base_ref) as found:
-        threading.Thread(target=found.serve_forever).start()
-        yield found
-        found.shutdown()
-
-
 @pytest.mark.slow
-def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, served, tokenizer, tmp_path):
+def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, small, tokenizer, tmp_path):  # noqa: F811
     memory, paths = told(20_000), []
-    memory.begin = lambda: paths.append(list(served.paths)) or 0.0
+    memory.begin = lambda: paths.append([path for path, _ in asked]) or 0.0
     directory = stages.write(**AUTO)
     spec = StageSpec.load(directory.spec)
     policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
     policies, events = Policies(policy, spec, Ranks(Accelerator(cpu=True))), Events(directory.events, writes=True)
-    stage, engine = with_token_budget(spec, policy, 40), engine_on(served, policy, tokenizer, tmp_path)
-    for _ in range(2):
-        assert isinstance(with_measured_budget(stage, policies, directory, events, 40, engine).max_tokens_per_microbatch, int)
-    # Once, before the one trial; the second time its outcome was there.
-    assert paths == [[*CALIBRATE, LOAD, PROBE, "/sleep?level=1"]]
-    assert served.paths == paths[0]
-    engine.close()
+    stage = with_token_budget(spec, policy, 40)
+    with small_servers(tmp_path) as servers:
+        weights = tmp_path / "weights"
+        engine = VllmEngine(policy, tokenizer, small_config(sleep=True), servers, weights=weights, dtype="float32", merged=False)
+        asked = watched(engine)
+        for _ in range(2):
+            measured = with_measured_budget(stage, policies, directory, events, 40, engine)
+            assert isinstance(measured.max_tokens_per_microbatch, int)
+        # Once, before the one trial; the second time its outcome was there.
+        assert paths == [[*CALIBRATE, LOAD, PROBE, SLEEP]]
+        assert [path for path, _ in asked] == paths[0]
+        engine.close()
 
 
 def on_card(directory, *numbers):

@@ -8,7 +8,7 @@ from grpo_tasks.grpo.advantages import advantages
 from grpo_tasks.grpo.rounds import rewards_of, sample_groups, score_groups
 from grpo_tasks.policy.load import load_policy
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations import player
 from grpo_tasks.rollout.engine import Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.completion import CompletionConfig

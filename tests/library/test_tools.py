@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, completions_of, evaluate, generate, load_data, merge
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations import player
 from grpo_tasks.tracking.served.chat_model import ServedModel
 from schemas.config.load import load_config
 from schemas.results.model import PROOF_TOKENS

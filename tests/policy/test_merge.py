@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_tasks.policy import merge as merging
 from grpo_tasks.policy.load import save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
+from grpo_tasks.rollout.chat_session import ChatSession
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError
 from schemas.paths import resolve
@@ -151,7 +151,7 @@ def test_a_merged_model_generates_as_it_was_trained_whatever_its_base_says(spec,
     # A user who sets nothing but the length.
     assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), expected)
     assert figures.answers[0].text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
-    said = "".join(ChatSession(tmp_path / "model").answer(CHATS[0], ChatSettings(max_new_tokens=24, greedy=True)))
+    said = "".join(ChatSession(tmp_path / "model").answer(CHATS[0], max_new_tokens=24, greedy=True))
     assert said == figures.answers[0].text
     found = model.generation_config
     assert (found.do_sample, found.temperature, found.top_p, found.top_k, found.max_new_tokens) == (True, 0.8, 1.0, 20, 500)

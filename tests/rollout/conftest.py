@@ -8,7 +8,7 @@ import torch
 from grpo_tasks.policy.load import load_base, load_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
-from tests.rollout.small_servers import SMALL
+from tests.rollout.servers import SMALL
 from tests.rollout.stops import ORDINARY, SPECIAL
 
 

@@ -1,7 +1,7 @@
 """An environment in this process that answers every turn with its number, and what a test wants said besides."""
 
 from grpo_tasks.environments.contract import Observation, Opening
-from grpo_tasks.rollout.conversations.play import Start
+from grpo_tasks.rollout.conversations import Start
 from grpo_tasks.rollout.engine import completion_seed
 from schemas.config.rollout import InteractionConfig
 from schemas.prompts import PromptRow

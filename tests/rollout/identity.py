@@ -4,7 +4,7 @@ import torch
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.rollout.conversations.play import play
+from grpo_tasks.rollout.conversations import Player
 from grpo_tasks.rollout.engine import NoEngine, Sampling
 from schemas.config.rollout import RolloutConfig
 from tests.rollout.counting import Counting, interaction
@@ -30,15 +30,12 @@ class Watched(NoEngine):
 def assert_exact(engine, policy, tokenizer, starts):
     """Five turns: what the policy saw in a turn is what it saw and wrote before, and the trainer gets the same tokens."""
     watched = Watched(engine)
-    played = play(watched, Counting(5), starts, sampling(temperature=0.9), interaction(), tokenizer)
+    played = Player(Counting(5), interaction(), tokenizer).play(watched, starts, sampling(temperature=0.9))
     assert [len(asked) for asked in watched.asked] == [6] * 5
     for number, completion in enumerate(played):
         conversation = completion.conversation
-        assert (conversation.ending, len(conversation.turns), completion.finish_reason == "length") == (
-            "done",
-            5,
-            conversation.turns[-1].finish_reason == "length",
-        )
+        assert (conversation.ending, len(conversation.turns)) == ("done", 5)
+        assert completion.finish_reason == conversation.turns[-1].finish_reason
         whole = [*conversation.prompt_ids, *completion.token_ids]
         for asked, turn in zip(watched.asked, conversation.turns, strict=True):
             request, drawn = asked[number]

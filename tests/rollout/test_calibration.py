@@ -8,11 +8,10 @@ from safetensors.torch import load_file
 
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy
-from grpo_tasks.rollout import local
-from grpo_tasks.rollout.calibration import calibrated, rename_keys, without_match
+from grpo_tasks.rollout import calibration, local
+from grpo_tasks.rollout.calibration import PROBE_IDS, calibrated, rename_keys, shift_fault, without_match
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.probe import CALIBRATION_SHARE, LEAST_NOISE, PROBE_IDS, probe_logps, shift_fault
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ModelError
@@ -66,8 +65,9 @@ def test_calibration_weights_move_a_new_policy_and_leave_it(base_ref, dtype):
     with calibrated(policy, PROBE_IDS, dtype) as wanted:
         assert 1.0 <= wanted.shift.abs().mean() < 4.0
         copy.sync()
-        found = probe_logps(copy.model, PROBE_IDS) - wanted.base
-    assert shift_fault(found, wanted.shift, noise=LEAST_NOISE[dtype], share=CALIBRATION_SHARE[dtype]) is None
+        found = calibration.probe_logps(copy.model, PROBE_IDS) - wanted.base
+    noise, share = calibration.LEAST_NOISE[dtype], calibration.CALIBRATION_SHARE[dtype]
+    assert shift_fault(found, wanted.shift, noise=noise, share=share) is None
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
     assert policy.training == new_policy(base_ref, dtype).training

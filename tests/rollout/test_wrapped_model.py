@@ -16,7 +16,7 @@ from transformers.models.granite_speech.configuration_granite_speech import Gran
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.rollout import vllm_engine
+from grpo_tasks.rollout import calibration
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import ServerModel, serving
@@ -115,7 +115,7 @@ def test_the_keys_are_written_with_the_names_of_the_servers_model(new_policy, to
 
 
 def test_an_adapter_that_does_nothing_is_refused_at_update_0_by_name(server, new_policy, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "likely_namings", lambda *_: [None])
+    monkeypatch.setattr(calibration, "likely_namings", lambda *_: [None])
     engine = engine_on(server, new_policy, tokenizer, tmp_path)
     with pytest.raises(RolloutError, match="shows no shift from its base") as caught:
         engine.sync()
@@ -157,7 +157,7 @@ def test_an_adapter_that_is_evaluated_is_served_or_refused(server, policy, token
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == before
     assert not (tmp_path / "scratch").exists()
     server.calibrated = None
-    monkeypatch.setattr(vllm_engine, "likely_namings", lambda *_: [None])
+    monkeypatch.setattr(calibration, "likely_namings", lambda *_: [None])
     ignored = VllmSampler(tokenizer, None, CONFIG, [server], tmp_path / "adapter", scratch=tmp_path / "scratch")
     with pytest.raises(RolloutError, match="it answers as its base model does"):
         ignored.sync()

@@ -19,7 +19,7 @@ OTHER_MEANINGS: dict[str, set[str]] = {
     "grpo_tasks/lab/probes.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/serve.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/worker.py": {"reward"},  # what an environment gave
-    "grpo_tasks/rollout/conversations/record.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rollout/engine.py": {"reward"},  # what an environment gave
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
     "grpo_tasks/grpo/rounds.py": {"epoch"},  # a purpose of random numbers
     "grpo_tasks/tracking/shown/checkpoints.py": {"learning_rate"},  # a parameter of the stage

@@ -7,7 +7,7 @@ import pytest
 from mlflow import MlflowClient
 
 from grpo_tasks.evaluation.guards import find_regressions
-from grpo_tasks.evaluation.paired import paired_test
+from grpo_tasks.evaluation.statistics import paired_test
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import decide
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback

@@ -34,7 +34,7 @@ from grpo_tasks.policy.load import load_tokenizer, new_policy, save_trained
 from grpo_tasks.processes.serve import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Completion
-from grpo_tasks.rollout.server_client import Client, deliver, withdraw
+from grpo_tasks.rollout.vllm_server import Client, deliver, withdraw
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.paths import resolve

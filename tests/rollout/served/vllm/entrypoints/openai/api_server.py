@@ -2,9 +2,9 @@
 
 Found as `vllm` by the servers that tests start with this folder in PYTHONPATH: in 3 s instead of 45 s, and in 0.5 GB. It samples
 from real weights with real adapters, one completion per seed, as vLLM does. POST /test changes how it behaves: `delay_s` of every
-completion, `status` of every answer to a request for completions, `count` to restrict that to so many of them, `instead` to load
-the weights of this folder whatever is sent, or none with "nothing", as vLLM does with keys that match nothing. The
-environment's TEST_INSTEAD is `instead` from the start.
+completion, `status` of every answer to a request for completions, `count` to restrict that to so many of them, `no_memory` for
+failures to wake up, `instead` to load the weights of this folder whatever is sent, or none with "nothing", as vLLM does with keys
+that match nothing. The environment's TEST_INSTEAD is `instead` from the start.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Server(ThreadingHTTPServer):
         self.path, self.lock = model, threading.Lock()
         self.tokenizer = load_tokenizer(ModelRef(path=model))
         self.adapters, self.counts = {}, {"requests": 0, "running": 0, "most": 0}
-        self.test = {"delay_s": 0.0, "status": 200, "count": None, "instead": None}
+        self.test = {"delay_s": 0.0, "status": 200, "count": None, "instead": None, "no_memory": 0}
         self.models = {"base": self.read(model)}
         self.test["instead"] = os.environ.get("TEST_INSTEAD")
 
@@ -62,12 +62,8 @@ class Server(ThreadingHTTPServer):
         requests = [Request(body["prompt"], body["seed"] + index) for index in range(body["n"])]
         drawn = LocalEngine(model, self.tokenizer, fold_adapter=False).generate(requests, sampling)
         choices = [
-            {
-                "index": index,
-                "token_ids": one.token_ids,
-                "logprobs": {"token_logprobs": one.logprobs},
-                "finish_reason": one.finish_reason,
-            }
+            {"index": index, "token_ids": one.token_ids, "logprobs": {"token_logprobs": one.logprobs}}
+            | {"finish_reason": one.finish_reason}
             for index, one in enumerate(drawn)
         ]
         return {"choices": choices}
@@ -106,7 +102,11 @@ class Handler(BaseHTTPRequestHandler):
             server.counts["running"] += 1
             server.counts["most"] = max(server.counts["most"], server.counts["running"])
         try:
-            status = self.told(body)
+            test, status = server.test, 200
+            if "prompt_logprobs" not in body and test["count"] != 0:
+                test["count"] = None if test["count"] is None else test["count"] - 1
+                time.sleep(test["delay_s"])
+                status = test["status"]
             if status != 200:
                 return status, {"error": "as the test wanted"}
             if body["model"] not in server.models:
@@ -115,16 +115,6 @@ class Handler(BaseHTTPRequestHandler):
                 return 200, server.completions(body)
         finally:
             server.counts["running"] -= "prompt_logprobs" not in body
-
-    def told(self, body):
-        """What /test said about this request."""
-        test = self.server.test
-        if "prompt_logprobs" in body or test["count"] == 0:
-            return 200
-        if test["count"] is not None:
-            test["count"] -= 1
-        time.sleep(test["delay_s"])
-        return test["status"]
 
     def load_lora_adapter(self, body):
         if body["lora_name"] in self.server.models:
@@ -143,6 +133,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def reset_prefix_cache(self, _):
         return 200, {}
+
+    def sleep(self, _):
+        return 200, {}
+
+    def wake_up(self, _):
+        self.server.test["no_memory"] -= 1
+        return (200, {}) if self.server.test["no_memory"] < 0 else (500, {"error": "CUDA out of memory"})
 
     def answer(self, code, body):
         content = json.dumps(body).encode()

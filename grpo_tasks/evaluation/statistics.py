@@ -1,6 +1,11 @@
-"""A one-sided test whether a model is better than another on the same prompts; exact where that is cheap.
+"""Intervals of means over prompts, pass@k, and a one-sided test whether a model is better than another on the same prompts.
 
+    mean of each prompt -> resample prompts -> percentiles -> at least as wide as an exact binomial interval
     scored samples of both -> one value per prompt -> difference per prompt -> sign flips -> PairedTest
+
+Samples of one prompt are not independent, so whole prompts are resampled (the cluster bootstrap; Davison and Hinkley 1997,
+section 3.8). When all prompts agree the percentile interval has no width, so rates are widened to the exact interval of Clopper
+and Pearson (1934, doi:10.1093/biomet/26.4.404), or to Wilson's (1927, doi:10.1080/01621459.1927.10502953) between 0 and 1.
 
 The paired permutation test (Fisher 1935; Dror et al. 2018, aclanthology.org/P18-1128): the p-value is the share of all 2^n sign
 assignments whose sum is at least the observed one. Rates are multiples of 1 / num_samples, so it is counted exactly, as a
@@ -14,15 +19,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.evaluation.intervals import pass_at_k
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ConfigError, DataError
 from schemas.metrics import ACCURACY, PASS_AT_K, REWARD, column_of
-from schemas.results.evaluation import EvalReport, PairedTest
+from schemas.results.evaluation import EvalReport, Interval, PairedTest
 
 FloatArray = NDArray[np.float64]
 
-RESAMPLES = 9_999
+_BOOTSTRAPS, _FLIPS = 5_000, 9_999
 _SEED = 20_211_031
 _BATCH = 500
 _MAX_DENOMINATOR = 256
@@ -30,16 +34,77 @@ _MAX_SUM = 50_000
 """Largest sum of absolute differences, in units of 1 / denominator, that is counted exactly."""
 
 
-def deciding_metric(promotion: PromotionConfig, report: EvalReport) -> str:
-    """The metric that decides about promotion: the configured one, else accuracy, else the reward.
+def mean_interval(values: FloatArray, *, confidence: float) -> Interval:
+    """Mean over prompts (one value each) of any quantity, with its percentile bootstrap interval (Efron 1979)."""
+    assert values.ndim == 1, "one value per prompt"
+    assert values.size, "an interval needs at least one prompt"
+    mean = float(values.mean())
+    if np.ptp(values) == 0.0:
+        return Interval(value=mean, low=mean, high=mean)
+    # Imported here, as below, because it takes most of a second, which commands that compute nothing should not spend.
+    from scipy import stats
 
-    Raises:
-        ConfigError: the evaluation did not measure it, for example accuracy on rows without ground truth.
+    # The seed is fixed: the same table always gives the same interval.
+    found = stats.bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=_BOOTSTRAPS,
+        batch=_BATCH,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(_SEED),
+    ).confidence_interval
+    # With very skewed data, rounding can put a percentile on the wrong side of the mean.
+    return Interval(value=mean, low=min(float(found.low), mean), high=max(float(found.high), mean))
+
+
+def rate_interval(values: FloatArray, *, confidence: float) -> Interval:
+    """Mean over prompts (one value each) of a share between 0 and 1, with an interval that always has a width."""
+    assert values.size == 0 or (values.min() >= 0.0 and values.max() <= 1.0), "shares lie between 0 and 1"
+    plain = mean_interval(values, confidence=confidence)
+    if np.ptp(values) == 0.0 and 0.0 < plain.value < 1.0:
+        low, high = wilson_interval(plain.value, values.size, confidence)
+        return Interval(value=plain.value, low=low, high=high)
+    # Clopper-Pearson for n prompts that all fail: [0, 1 - (alpha / 2)^(1/n)], and mirrored for n that all succeed. The interval
+    # always reaches at least from the latter's lower bound to the former's upper bound, whatever the resamples say.
+    bound = float(((1.0 - confidence) / 2.0) ** (1.0 / values.size))
+    return Interval(value=plain.value, low=min(plain.low, bound), high=max(plain.high, 1.0 - bound))
+
+
+def wilson_interval(rate: float, num_trials: int, confidence: float) -> tuple[float, float]:
+    """Wilson's score interval of a rate in independent trials: at 0 of 8 it is 0 to 0.32, at 8 of 8 it is 0.68 to 1."""
+    from scipy import stats
+
+    z2 = float(stats.norm.ppf(0.5 + confidence / 2.0)) ** 2
+    centre = (rate + z2 / (2 * num_trials)) / (1 + z2 / num_trials)
+    half = np.sqrt(z2 * rate * (1 - rate) / num_trials + z2**2 / (4 * num_trials**2)) / (1 + z2 / num_trials)
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+
+
+def pass_at_k(num_samples: int, num_right: NDArray[np.int64], k: int) -> FloatArray:
+    """pass@k of each prompt from n samples, c of them right, with 1 <= k <= n; in the shape of `num_right`.
+
+    Unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1): drawing k of the n samples without replacement misses all c right ones
+    with probability C(n - c, k) / C(n, k).
     """
-    if promotion.metric is None:
-        found = next((name for name in (ACCURACY, REWARD) if name in report.metrics), None)
-    else:
-        found = promotion.metric if promotion.metric in report.metrics else None
+    assert 1 <= k <= num_samples, f"pass@{k} cannot be estimated from {num_samples} samples"
+    wrong = num_samples - np.asarray(num_right, dtype=np.int64)
+    # C(wrong, k) / C(n, k) = product over j < k of (wrong - j) / (n - j): factors in [0, 1], no factorials to overflow.
+    drawn = np.arange(k)
+    factors = np.clip(wrong[..., None] - drawn, 0, None) / (num_samples - drawn)
+    return 1.0 - factors.prod(axis=-1)
+
+
+def ladder(num_samples: int) -> list[int]:
+    """The reported values of k: powers of two up to num_samples, and num_samples itself."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    return powers if powers[-1] == num_samples else [*powers, num_samples]
+
+
+def deciding_metric(promotion: PromotionConfig, report: EvalReport) -> str:
+    """The configured metric, else accuracy, else the reward; ConfigError where the evaluation did not measure it."""
+    wanted = (ACCURACY, REWARD) if promotion.metric is None else (promotion.metric,)
+    found = next((name for name in wanted if name in report.metrics), None)
     if found is not None:
         return found
     what = f"{promotion.metric} cannot" if promotion.metric else "no metric can"
@@ -51,10 +116,8 @@ def deciding_metric(promotion: PromotionConfig, report: EvalReport) -> str:
 def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) -> PairedTest:
     """Test whether `ours` is better than `theirs` on the sampled completions of the same prompts, greedy ones excluded.
 
-    Prompts without a value of either, such as rows without ground truth for accuracy, do not take part.
-
-    Raises:
-        DataError: the two were evaluated on different prompts, or without this metric.
+    Prompts without a value of either, such as rows without ground truth for accuracy, do not take part. A DataError where the
+    prompts differ, or none has a value.
     """
     tables = _level_faults([pl.read_parquet(report.samples) for report in (ours, theirs)], column_of(metric))
     left, right = (prompt_values(table, metric) for table in tables)
@@ -112,7 +175,10 @@ def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: s
     """
     assert ours.shape == theirs.shape, "one value per prompt, the same prompts"
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
-    p_value = _p_value(difference)
+    denominator = _common_denominator(difference)
+    steps = np.rint(difference * (denominator or 0)).astype(np.int64)
+    counted = denominator is not None and np.abs(steps).sum() <= _MAX_SUM
+    p_value = _all_flips(steps) if counted else _random_flips(difference)
     return PairedTest(
         against=against,
         metric=metric,
@@ -121,15 +187,6 @@ def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: s
         p_value=p_value,
         better=p_value <= alpha,
     )
-
-
-def _p_value(difference: FloatArray) -> float:
-    denominator = _common_denominator(difference)
-    if denominator is not None:
-        steps = np.rint(difference * denominator).astype(np.int64)
-        if np.abs(steps).sum() <= _MAX_SUM:
-            return _all_flips(steps)
-    return _random_flips(difference)
 
 
 def _common_denominator(difference: FloatArray) -> int | None:
@@ -147,7 +204,6 @@ def _all_flips(steps: NDArray[np.int64]) -> float:
     The total T of the steps with a positive sign determines the sum, which is 2 T minus a constant. For steps of one size, T /
     size is binomial with probability 1/2; the distribution over all sizes is the convolution of these.
     """
-    # Imported here because it takes most of a second, which commands that test nothing should not spend.
     from scipy import stats
 
     chance = np.ones(1)
@@ -171,7 +227,7 @@ def _random_flips(difference: FloatArray) -> float:
         np.mean,
         permutation_type="samples",
         alternative="greater",
-        n_resamples=RESAMPLES,
+        n_resamples=_FLIPS,
         batch=_BATCH,
         vectorized=True,
         rng=np.random.default_rng(_SEED),

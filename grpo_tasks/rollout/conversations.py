@@ -7,22 +7,38 @@ conversation does not depend on the others.
 A completion ends with a turn of the policy: what was said afterwards stands in its `conversation`, and has no tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.tokenizer import PLACEHOLDER, RefusedError, rendered, special_tokens, turn_end
+from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.content.tokenizer import PLACEHOLDER, QUESTION, RefusedError, rendered, special_tokens, turn_end
 from grpo_tasks.environments.calls import END_MARKS
-from grpo_tasks.environments.contract import Environments, Observation, Opening
+from grpo_tasks.environments.contract import Environments, Message, Observation, row_columns, too_long, with_tools
+from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.policy.chat import completion_text
-from grpo_tasks.rollout.conversations.record import Conversation, Ending, Message, Turn
-from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.policy.load import load_tokenizer
+from grpo_tasks.rollout.engine import (
+    Completion,
+    Conversation,
+    Ending,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Turn,
+    completion_seed,
+)
 from grpo_tasks.rollout.stop import StopRule
-from schemas.config.rollout import InteractionConfig
+from schemas.config.completion import CompletionConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.prompts import PromptRow
+from schemas.results.model import ModelRef
 
 OTHER_BEGINNING = "the environment begins otherwise than for another conversation of the same row and seed"
 _STAND_IN, _FIRST = "\ufdd2", 0xE000
@@ -30,7 +46,7 @@ _STAND_IN, _FIRST = "\ufdd2", 0xE000
 
 
 class TurnTokens:
-    """Token ids of prompts and of what follows a turn.
+    """Token ids of prompts and of what follows a turn; ModelError where the tokenizer has no chat template.
 
         template: ... <start>assistant \\n PLACEHOLDER <end> \\n <start>tool \\n 42 <end> \\n <start>assistant \\n
         tokens:   ............ as sampled ............ <end> \\n <start>tool \\n 42 <end> \\n <start>assistant \\n
@@ -38,9 +54,6 @@ class TurnTokens:
 
     What was sampled is never tokenised again. A marker inside a message stays text: it is taken out before the template is
     rendered, and its characters come back as ordinary tokens.
-
-    Raises:
-        ModelError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,26 +147,12 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A conversation to be played."""
+    """A conversation to be played. Conversations of a row that are compared have one `environment_seed`, so one prompt."""
 
     row: PromptRow
     seed: int
     """Of the policy's turns; one of its own for each conversation."""
     environment_seed: int
-    """Of the environment; conversations of a row that are compared have the same one, and so the same prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Player:
-    """What plays conversations, for as long as its environments are open."""
-
-    environments: Environments
-    config: InteractionConfig
-    tokenizer: PreTrainedTokenizerBase
-
-    def play(self, engine: RolloutEngine, starts: Sequence[Start], sampling: Sampling) -> list[Completion]:
-        """See `play`."""
-        return play(engine, self.environments, starts, sampling, self.config, self.tokenizer)
 
 
 @dataclass(slots=True)
@@ -222,127 +221,151 @@ class _Live:
         )
 
 
-def play(
-    engine: RolloutEngine,
-    environments: Environments,
-    starts: Sequence[Start],
-    sampling: Sampling,
-    config: InteractionConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[Completion]:
-    """One conversation for each start, in order. Starts with equal prompts should be neighbours, as requests should.
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Plays conversations, for as long as its environments are open; the chat template of `tokenizer` shows their tools."""
 
-    Raises:
-        ConfigError: a prompt is a string, not a chat.
-        ModelError: the chat template cannot render a conversation.
-    """
-    tokens = TurnTokens(tokenizer)
-    numbers = range(len(starts))
-    try:
-        conversations = _begin(environments, starts, tokens, config.max_prompt_tokens)
-        live = [one for one in conversations if one.ending is None]
-        while live:
-            drawn = engine.generate([one.request(config.max_tokens) for one in live], sampling)
-            for one, turn in zip(live, drawn, strict=True):
-                one.write(turn)
-            words = [_words(turn, tokens, tokenizer, sampling) for turn in drawn]
-            observed = environments.answer(list(zip((one.number for one in live), words, strict=True)))
-            for one, observation in zip(live, observed, strict=True):
-                _continue(one, observation, tokens, config)
-            live = [one for one in live if one.ending is None]
-    finally:
-        rewards = environments.end(numbers)
-    for one, reward in zip(conversations, rewards, strict=True):
-        if isinstance(reward, str):
-            # Without what the whole is worth, its turns alone could be worth more than those of an honest one.
-            one.end("error", reward)
-        elif reward is None and config.environment is not None and one.ending in ("turns", "tokens"):
-            # An environment that pays only with `done` gives nothing here. Without a 0, a policy that stalls would escape a loss.
-            one.final_reward = 0.0
-        else:
-            one.final_reward = reward
-    return [one.completion() for one in conversations]
+    environments: Environments
+    config: InteractionConfig
+    tokenizer: PreTrainedTokenizerBase
 
+    def play(self, engine: RolloutEngine, starts: Sequence[Start], sampling: Sampling) -> list[Completion]:
+        """One conversation for each start, in order. Starts with equal prompts should be neighbours, as requests should.
 
-def _begin(environments: Environments, starts: Sequence[Start], tokens: TurnTokens, limit: int) -> list[_Live]:
-    for start in starts:
-        if start.row.plain:
+        Raises:
+            ConfigError: a prompt is a string, not a chat.
+            ModelError: the chat template cannot render a conversation.
+        """
+        tokens = TurnTokens(self.tokenizer)
+        try:
+            conversations = self._begin(starts, tokens)
+            while live := [one for one in conversations if one.ending is None]:
+                drawn = engine.generate([one.request(self.config.max_tokens) for one in live], sampling)
+                for one, turn in zip(live, drawn, strict=True):
+                    one.write(turn)
+                texts = [(one.number, self._text(turn, tokens, sampling)) for one, turn in zip(live, drawn, strict=True)]
+                for one, observation in zip(live, self.environments.answer(texts), strict=True):
+                    self._continue(one, observation, tokens)
+        finally:
+            rewards = self.environments.end(range(len(starts)))
+        for one, reward in zip(conversations, rewards, strict=True):
+            if isinstance(reward, str):
+                # Without what the whole is worth, its turns alone could be worth more than those of an honest one.
+                one.end("error", reward)
+            elif reward is None and self.config.environment is not None and one.ending in ("turns", "tokens"):
+                # An environment that pays only with `done` gives nothing here. Without a 0, a policy that stalls would escape a
+                # loss.
+                one.final_reward = 0.0
+            else:
+                one.final_reward = reward
+        return [one.completion() for one in conversations]
+
+    def _begin(self, starts: Sequence[Start], tokens: TurnTokens) -> list[_Live]:
+        if any(start.row.plain for start in starts):
             raise ConfigError(
                 "prompts of strings cannot be answered by tools or an environment",
                 place="interaction",
                 fix="give the prompts as messages (data.format: conversational), or remove the section interaction",
             )
-    asked = [(number, row_columns(start.row), start.environment_seed) for number, start in enumerate(starts)]
-    openings = environments.begin(asked)
-    first: dict[tuple[str, int], list[int]] = {}
-    begun = []
-    for number, (start, opening) in enumerate(zip(starts, openings, strict=True)):
-        messages = _prompt(start.row, opening)
-        one, error = _Live(number, start, tokens.prompt(messages), messages), opening.error
-        # The check of the data has counted the tokens of the row, and not what the environment makes of it.
-        if opening.messages and len(one.prompt_ids) > limit:
-            error = too_long(len(one.prompt_ids), limit)
-            messages = _prompt(start.row, Opening())
-            one = _Live(number, start, tokens.prompt(messages), messages)
-        if error is not None:
-            one.end("error", error)
-        elif first.setdefault((start.row.prompt_id, start.environment_seed), one.prompt_ids) != one.prompt_ids:
-            # Completions of a group are compared with each other, so they have to answer the same prompt.
-            one.end("error", OTHER_BEGINNING)
-        begun.append(one)
-    return begun
+        limit, first, begun = self.config.max_prompt_tokens, dict[tuple[str, int], list[int]](), list[_Live]()
+        openings = self.environments.begin(
+            [(number, row_columns(start.row), start.environment_seed) for number, start in enumerate(starts)]
+        )
+        for number, (start, opening) in enumerate(zip(starts, openings, strict=True)):
+            own, error = [dict(message) for message in start.row.messages], opening.error
+            messages = [dict(message) for message in opening.messages] or own
+            ids = tokens.prompt(messages)
+            # The check of the data has counted the tokens of the row, and not what the environment makes of it.
+            if opening.messages and len(ids) > limit:
+                error, messages, ids = too_long(len(ids), limit), own, tokens.prompt(own)
+            one = _Live(number, start, ids, messages)
+            if error is not None:
+                one.end("error", error)
+            elif first.setdefault((start.row.prompt_id, start.environment_seed), ids) != ids:
+                # Completions of a group are compared with each other, so they have to answer the same prompt.
+                one.end("error", OTHER_BEGINNING)
+            begun.append(one)
+        return begun
+
+    def _text(self, drawn: Completion, tokens: TurnTokens, sampling: Sampling) -> str:
+        """The policy's turn as its environment reads it: with markers of calls, without its end or an excluded stop string."""
+        if sampling.stop and not sampling.include_stop_str_in_output:
+            # The searched text may lack special tokens; its end, from the stop string on, is that of the whole text.
+            stopped = StopRule(self.tokenizer, frozenset(), sampling).stopped_text(drawn.token_ids)
+            text = completion_text(self.tokenizer, drawn.token_ids, special=True)
+            if stopped and text.endswith(stopped):
+                return text.removesuffix(stopped)
+        ids = drawn.token_ids[:-1] if tokens.closed(drawn.token_ids) else drawn.token_ids
+        return completion_text(self.tokenizer, ids, special=True)
+
+    def _continue(self, one: _Live, observation: Observation, tokens: TurnTokens) -> None:
+        """Add what followed the turn, and end the conversation where it is over."""
+        before = one.messages[:-1]
+        one.turns[-1] = replace(
+            one.turns[-1],
+            message=observation.turn,
+            answers=observation.messages,
+            reward=observation.reward,
+            calls=observation.calls,
+            info=observation.info,
+        )
+        if observation.error is not None:
+            one.end("error", observation.error)
+        elif observation.done:
+            one.end("done")
+        elif len(one.turns) == self.config.max_turns:
+            one.end("turns")
+        else:
+            said = tokens.after(before, observation.turn, observation.messages, closed=tokens.closed(one.token_ids))
+            # A turn of the policy has to fit behind it. Otherwise nothing is added: what nobody answers teaches nothing.
+            if len(one.token_ids) + len(said) >= self.config.max_tokens:
+                one.end("tokens")
+            else:
+                one.say(said)
 
 
-def too_long(num_tokens: int, limit: int) -> str:
-    """The fault of an environment whose prompt has more tokens than are allowed."""
-    return f"reset begins with a prompt of {num_tokens:,} tokens, and {limit:,} are the limit (interaction.max_prompt_tokens)"
-
-
-def row_columns(row: PromptRow) -> dict[str, Any]:
-    """What an environment gets of a row: its columns, by their names."""
-    answer = row.answer if row.answers is None else list(row.answers)
-    own = {"messages": [dict(message) for message in row.messages], "answer": answer}
-    return {**row.extra, **own, **({"task": row.task} if row.task else {})}
-
-
-def _prompt(row: PromptRow, opening: Opening) -> list[Mapping[str, Any]]:
-    return [dict(message) for message in (opening.messages or row.messages)]
-
-
-def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
-    """The policy's turn as its environment reads it: with markers of calls, without its end or an excluded stop string."""
-    if sampling.stop and not sampling.include_stop_str_in_output:
-        # The searched text may lack special tokens; its end, from the stop string on, is that of the whole text.
-        stopped = StopRule(tokenizer, frozenset(), sampling).stopped_text(drawn.token_ids)
-        text = completion_text(tokenizer, drawn.token_ids, special=True)
-        if stopped and text.endswith(stopped):
-            return text.removesuffix(stopped)
-    ids = drawn.token_ids[:-1] if tokens.closed(drawn.token_ids) else drawn.token_ids
-    return completion_text(tokenizer, ids, special=True)
-
-
-def _continue(one: _Live, observation: Observation, tokens: TurnTokens, config: InteractionConfig) -> None:
-    """Add what followed the turn, and end the conversation where it is over."""
-    before, turn = one.messages[:-1], one.turns[-1]
-    one.turns[-1] = replace(
-        turn,
-        message=observation.turn,
-        answers=observation.messages,
-        reward=observation.reward,
-        calls=observation.calls,
-        info=observation.info,
-    )
-    if observation.error is not None:
-        one.end("error", observation.error)
-    elif observation.done:
-        one.end("done")
-    elif len(one.turns) == config.max_turns:
-        one.end("turns")
-    if one.ending is not None:
+@contextmanager
+def player(
+    config: InteractionConfig,
+    ref: ModelRef,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    *,
+    completion: CompletionConfig,
+    log: Path | None = None,
+) -> Iterator[Player | None]:
+    """The player of a rollout with environments of its own; None where completions are one turn each."""
+    if not config.active:
+        yield None
         return
-    said = tokens.after(before, observation.turn, observation.messages, closed=tokens.closed(one.token_ids))
-    # A turn of the policy has to fit behind it. Otherwise nothing is added: what nobody answers teaches nothing.
-    if len(one.token_ids) + len(said) >= config.max_tokens:
-        one.end("tokens")
-    else:
-        one.say(said)
+    # What the policy and the environment say reaches the template too, and no check before the run has seen it.
+    with limited_templates(model.path):
+        tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
+        tags = completion.reasoning_tags
+        opened = opened_reasoning(tokenizer, tags)
+        environments = EnvironmentPool(
+            config,
+            chat_template=tokenizer.chat_template,
+            reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
+            # Where the template opens nothing, the turn alone says whether it begins inside a block.
+            starts_inside=None if opened is None else True,
+            log=log,
+        )
+        try:
+            values = with_tools(rollout, environments.schemas()).chat_template_kwargs
+            yield Player(environments, config, load_tokenizer(ref, model, values))
+        finally:
+            environments.close()
+
+
+def opened_reasoning(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) -> str | None:
+    """The tag of the reasoning block that the chat template opens for the policy's turn; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        whole, before = (rendered(tokenizer, [QUESTION], opened=opened) for opened in (True, False))
+    except RefusedError:
+        return None
+    # Only what the template adds for the turn: a system prompt may speak of the tags.
+    opening = whole.removeprefix(before)
+    return next((tag for tag in tags if opening.rfind(f"<{tag}>") > opening.rfind(f"</{tag}>")), None)
