@@ -14,7 +14,7 @@ from flows.cli.show import say
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
-    from grpo_tasks.proposal.propose import Proposal
+    from grpo_tasks.data.proposal import Proposal
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 _COMMON_STEMS = ("train", "test", "data", "dataset", "rows", "examples", "questions")
@@ -39,8 +39,7 @@ def init(
         target = into or Path(f"{run_name(source)}.yaml")
         _check_target(target, force=force)
         prepare_environment()
-        from grpo_tasks.proposal.config_text import config_text
-        from grpo_tasks.proposal.propose import propose
+        from grpo_tasks.data.proposal import config_text, propose
 
         ask = _ask if not yes and _can_answer() else None
         found = propose(source, question=question, answer=answer)
@@ -87,7 +86,7 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     """The proposal as the user wants it. Four questions at most; a fifth where a pattern was found."""
     from dataclasses import replace
 
-    from grpo_tasks.proposal.propose import propose
+    from grpo_tasks.data.proposal import propose
 
     say(f"columns: {', '.join(found.columns)}")
     choice = found.choice

@@ -10,6 +10,7 @@
     judge        every rule on every row;  split: train or eval
     validation   train.parquet, eval.parquet, quarantine.parquet, report.md
     table        PromptRow for the lab, the trainer and the evaluation
+    proposal     a config for a file that nobody has described: columns, answer pattern, equality
 
 Reading never refuses a row, and judging never drops one: a refused row is in the quarantine with file, line, rule and value.
 Nothing is cut, repaired or guessed. No torch, no Prefect, no MLflow; network access only for hub data sets.
