@@ -1,9 +1,8 @@
 """What counts as an answer and when it is right. Training, the lab, validation and evaluation all ask this room.
 
     completion --extract.py, a format--> answer --equality.py--> equal to the ground truth?
-                  |-- tags.py, objects.py, patterns.py     |-- numerals.py     one number, exactly
+                  |-- objects.py, patterns.py              |-- numerals.py     one number, exactly
                                                            |-- expressions.py  mathematics, with bounds on what is parsed
-                                                           |-- choices.py      the letter of a multiple choice
     answer column --ground_truths.py--> ground truths that no answer can equal
 
 No reward, no weight, no torch. Nothing in a text is ever evaluated as code.

@@ -15,8 +15,8 @@ case are other variables: X is not x. Decimals are exact, but for the rule of nu
 Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`, `1, 2`) equal as many solutions in any order; a listing equals
 no single value, not even `3, 3` the value 3. Ordered pairs and intervals keep their order.
 
-The comparison then gets two seconds of computing time (a signal, so in the main thread only). In any other thread the bounds
-alone protect. The longest answers within the bounds take an eighth of a second on a free core: a busy one changes no reward.
+The comparison then gets two seconds of computing time (a signal, so in the main thread only; in any other thread the bounds alone
+protect). The longest answers within the bounds take an eighth of a second on a free core: a busy one changes no reward.
 """
 
 import logging
@@ -141,7 +141,7 @@ def _is_unordered(expression: str) -> bool:
 
 
 def _solutions(expression: str) -> list[str]:
-    """The parts of a list of solutions or of a set, without the name of the unknown; brackets inside are not taken apart."""
+    """The parts of a list or set of solutions, without the name of the unknown; brackets inside are not taken apart."""
     inside = _SET.fullmatch(expression)
     text, parts, depth, index, start = inside[1] if inside else expression, [], 0, 0, 0
     while index < len(text):
@@ -187,7 +187,7 @@ def _compare(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
-    """Whether the expressions are equal in some order; as many on each side."""
+    """Whether as many expressions on each side are equal in some order."""
     library = _math_verify()
     try:
         with _deadline(TIME_LIMIT_S):
@@ -204,7 +204,6 @@ def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
 
 
 def _is_same(library: Any, ours: tuple[str, list[Any]], wanted: tuple[str, list[Any]]) -> bool:
-    """Whether two parsed expressions, each with its text, are equal."""
     if not (ours[1] and wanted[1]):
         return False
     allowed = rounding(_result(ours[0]), _result(wanted[0]))
@@ -251,10 +250,8 @@ def _math_verify() -> Any:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTime` after this much computing time of the process; time spent waiting for a core does not count.
-
-    Python delivers signals to the main thread only. In any other thread nothing happens.
-    """
+    """Raise `_OutOfTime` after this much computing time of the process; time spent waiting for a core does not count."""
+    # Python delivers signals to the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,7 +260,9 @@ def _deadline(seconds: float) -> Iterator[None]:
 
     def expire(_: int, frame: FrameType | None) -> None:
         # Python discards an exception raised inside a destructor. The timer fires again soon.
-        if not over and not _is_in_destructor(frame):
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if not over and frame is None:
             raise _OutOfTime
 
     previous = signal.signal(signal.SIGPROF, expire)
@@ -274,9 +273,3 @@ def _deadline(seconds: float) -> Iterator[None]:
         over = True
         signal.setitimer(signal.ITIMER_PROF, remaining)
         signal.signal(signal.SIGPROF, previous)
-
-
-def _is_in_destructor(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None

@@ -1,11 +1,11 @@
 """The formats of completions: which text is the answer. Rewards, evaluation and the lab share this one definition.
 
     completion.format   what is read                                          where
-    tags                <answer>...</answer>, after <reasoning>...</reasoning>  tags.py
-    json                the value of a key of a JSON object                   objects.py
-    regex               a group of the last match of a pattern                patterns.py
-    boxed               the last \\boxed{...}                                  `read_boxed`
-    none                free text: no answer                                  `read_free_text`
+    tags                <answer>...</answer>, after <reasoning>...</reasoning>  `read_tags`
+    json                the value of a key of a JSON object                     objects.py
+    regex               a group of the last match of a pattern                  patterns.py
+    boxed               the last \\boxed{...}                                    `read_boxed`
+    none                free text: no answer                                    `read_free_text`
 
 A new format is its name and its settings in schemas/config/completion.py, and a `Format` here.
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from grpo_tasks.answers.extraction import Extraction, is_blank, last_number
 from grpo_tasks.answers.objects import check_schema, read_object, write_object
 from grpo_tasks.answers.patterns import check_pattern, read_pattern, write_pattern
-from grpo_tasks.answers.tags import read_tags, write_tags
 from schemas.config.completion import CompletionConfig
 
 BOX = "\\boxed{"
@@ -40,12 +39,12 @@ class Format:
 
 
 def extract(text: str, completion: CompletionConfig) -> Extraction:
-    """Read one completion in the format of the configuration. Never raises, whatever the text."""
+    """Read one completion in the configured format. Never raises, whatever the text."""
     return FORMATS[completion.format].read(text, completion)
 
 
 def check_completion(completion: CompletionConfig) -> None:
-    """Raise `ConfigError` for a pattern or a JSON Schema that cannot be used."""
+    """ConfigError for a pattern or a JSON Schema that cannot be used."""
     FORMATS[completion.format].check(completion)
 
 
@@ -54,10 +53,7 @@ def perfect_completion(
 ) -> str | None:
     """A completion from which `extract` reads this answer in the strict format; None when none can be made.
 
-    Args:
-        answer: the answer; None for a row without ground truth. Only a JSON object can do without one.
-        completion: the format.
-        reasoning: text for the place where the format has reasoning. It must not contain the format's own marks.
+    Without an answer (a row without ground truth) only a JSON object can be made. `reasoning` must not hold the format's marks.
     """
     answer = None if answer is None else answer.strip()
     if answer is None and completion.has_answer:
@@ -69,17 +65,97 @@ def perfect_completion(
     return None
 
 
+def read_tags(text: str, completion: CompletionConfig) -> Extraction:
+    """Read one completion with tags. Tags are literal: `<answer>`.
+
+    strict    exactly one reasoning block, then exactly one answer block, neither blank, only whitespace around them. Without a
+              reasoning tag any text before the answer block is the reasoning
+    answer    the trimmed text of the only answer block outside of the reasoning. Several, nested or stuffed blocks give none: no
+              block wins, so repeating tags gains nothing
+    lenient   the last answer block wherever it stands, closed or not; without any, the last number in the last 2,000 characters
+              after the reasoning
+    """
+    order = completion.tags.in_order
+    counts = [text.count(tag) for tag in order]
+    first = [text.find(tag) for tag in order]
+    if len(order) == 4:
+        reasoning = _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
+    else:
+        reasoning = text[: first[0]] if counts == [1, 1] else None
+    block, untagged = _last_block(text, order), text
+    closed = text.rfind(order[1]) if len(order) == 4 else -1
+    lenient = last_number(text[closed + len(order[1]) :] if closed >= 0 else text) if block is None else block.strip()
+    for tag in order if block is None else ():
+        untagged = untagged.replace(tag, "")
+    # Each text is tested for blankness once, the most expensive test here.
+    blank_reasoning = len(order) == 4 and reasoning is not None and is_blank(reasoning)
+    blank_answer = is_blank(untagged if block is None else block)
+    # A missing tag has position -1 and so precedes every other one.
+    ordered = sum(
+        count == 1 and all(before < start for before in first[:index])
+        for index, (count, start) in enumerate(zip(counts, first, strict=True))
+    )
+    return Extraction(
+        answer=None if blank_answer else _answer(text, order, counts),
+        reasoning=reasoning,
+        strict_format=not (blank_reasoning or blank_answer) and _strict(text, order, counts, first),
+        lenient_answer=None if blank_answer else lenient,
+        ordered_tags=ordered - (2 if blank_reasoning else 0),
+        trailing_chars=len(text[text.rfind(order[-1]) + len(order[-1]) :].strip()) if counts[-1] else 0,
+        stuffed=max(counts) > 1,
+        empty_answer=blank_answer,
+    )
+
+
+def _between(text: str, opening: str, closing: str) -> str | None:
+    start = text.find(opening)
+    end = text.find(closing, start)
+    return text[start + len(opening) : end] if start >= 0 and end >= 0 else None
+
+
+def _strict(text: str, order: list[str], counts: list[int], first: list[int]) -> bool:
+    if set(counts) != {1} or first != sorted(first):
+        return False
+    ends = [start + len(tag) for start, tag in zip(first, order, strict=True)]
+    # Before the first tag stands nothing, unless that text is the reasoning.
+    around = [text[: first[0]], text[ends[1] : first[2]]] if len(order) == 4 else []
+    return not any(piece.strip() for piece in [*around, text[ends[-1] :]])
+
+
+def _answer(text: str, order: list[str], counts: list[int]) -> str | None:
+    found = _between(text, order[-2], order[-1]) if counts[-2:] == [1, 1] else None
+    if found is None or any(tag in found for tag in order[:-2]):
+        return None
+    if len(order) == 4:
+        opening, closing, start = order[0], order[1], text.find(order[2])
+        if text.rfind(opening, 0, start) > text.rfind(closing, 0, start):
+            return None
+        # The next reasoning tag after the answer closes a block: the answer stands inside it, even without an opening tag.
+        next_closing, next_opening = text.find(closing, start), text.find(opening, start)
+        if next_closing >= 0 and not 0 <= next_opening < next_closing:
+            return None
+    return found.strip()
+
+
+def _last_block(text: str, order: list[str]) -> str | None:
+    start = text.rfind(order[-2])
+    if start < 0:
+        return None
+    start += len(order[-2])
+    ends = [end for tag in order if (end := text.find(tag, start)) >= 0]
+    return text[start : min(ends, default=len(text))]
+
+
 def read_free_text(text: str, _: CompletionConfig) -> Extraction:
-    """Text without an answer; it keeps its format unless it is blank."""
+    """Free text keeps its format unless it is blank."""
     blank = is_blank(text)
     return Extraction(answer=None, strict_format=not blank, lenient_answer=None, empty_answer=blank)
 
 
 def read_boxed(text: str, _: CompletionConfig) -> Extraction:
-    """Read one completion with a box.
+    """The format is kept when the last box is closed (braces balanced; `\\{` and `\\}` do not count) and not blank.
 
-    The format is kept by a box whose last one is closed (braces balanced; `\\{` and `\\}` do not count) and not blank. Only the
-    last box counts, so several gain nothing. The lenient answer is the same, or the last number where there is no box.
+    Only the last box counts, so several gain nothing. The lenient answer is the same, or the last number where there is no box.
     """
     start = text.rfind(BOX)
     end = _closing_brace(text, start + len(BOX)) if start >= 0 else -1
@@ -109,16 +185,19 @@ def _closing_brace(text: str, start: int) -> int:
     return -1
 
 
-def write_boxed(answer: str, reasoning: str, _: CompletionConfig) -> Iterator[str]:
-    """The answer in a box behind the reasoning."""
-    yield f"{reasoning} {BOX}{answer}}}"
-
-
 FORMATS: dict[str, Format] = {
-    "tags": Format(read_tags, write_tags, empty=lambda completion: {"bare_tags": "".join(completion.tags.in_order)}),
+    "tags": Format(
+        read_tags,
+        write=lambda answer, reasoning, completion: iter([completion.tags.block(reasoning, answer)]),
+        empty=lambda completion: {"bare_tags": "".join(completion.tags.in_order)},
+    ),
     "json": Format(read_object, write_object, empty=lambda _: {"empty_answer": "{}"}, check=check_schema),
     "regex": Format(read_pattern, write_pattern, check=check_pattern),
-    "boxed": Format(read_boxed, write_boxed, empty=lambda _: {"empty_answer": f"{BOX}}}"}),
+    "boxed": Format(
+        read_boxed,
+        write=lambda answer, reasoning, _: iter([f"{reasoning} {BOX}{answer}}}"]),
+        empty=lambda _: {"empty_answer": f"{BOX}}}"},
+    ),
     "none": Format(read_free_text),
 }
 """The formats by their names in the configuration."""

@@ -16,18 +16,17 @@ _NUMBER = re.compile(r"(?:(?<![\d)\]])[-\u2212])?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What one completion contains."""
+    """What one completion contains, by the rules of its format."""
 
     answer: str | None
-    """The answer by the strict rules; None when there is none."""
+    """By the strict rules."""
     strict_format: bool
     """Whether the whole completion keeps the format."""
     lenient_answer: str | None
-    """The answer by the lenient rules; None when there is none."""
     empty_answer: bool
     """Whether the answer is blank. Without an answer: whether the whole text, tags aside, is blank."""
     reasoning: str | None = None
-    """Text of the reasoning block, or the text before the answer where the format has no such block; None when there is none."""
+    """Text of the reasoning block, or the text before the answer where the format has no such block."""
     trailing_chars: int = 0
     """Characters after the answer and what surrounds it, without surrounding whitespace."""
     ordered_tags: int = 0
@@ -38,7 +37,7 @@ class Extraction:
 
     @property
     def worthless(self) -> bool:
-        """Whether no built-in reward may pay for this completion: its answer is empty or a tag is repeated."""
+        """No built-in reward may pay for this completion: its answer is empty or a tag is repeated."""
         return self.stuffed or self.empty_answer
 
 
@@ -55,7 +54,7 @@ def last_number(text: str) -> str | None:
 
 
 def nesting(text: str, opening: str, closing: str) -> int:
-    """The deepest nesting of these brackets, those inside strings included: an upper bound without a parser."""
+    """The deepest nesting of these brackets, those inside strings included: an upper bound."""
     depth = deepest = 0
     for letter in text:
         if letter in opening:

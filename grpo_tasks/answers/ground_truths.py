@@ -31,14 +31,14 @@ _SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class UnusableTruths:
-    """How many ground truths of one column are unusable."""
+    """The unusable ground truths of one column."""
 
     how: Equality
     count: int
     of: int
     """Rows checked: all of them, unless the column has more distinct ground truths than MAX_DISTINCT."""
     first: str
-    """The first unusable ground truth, with file and line of its row."""
+    """With file and line of its row."""
 
     @property
     def warning(self) -> str:
@@ -75,7 +75,16 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     unusual = truths.filter(~usual)
     distinct = unusual["truth"].unique(maintain_order=True)
     sample = distinct if len(distinct) <= MAX_DISTINCT[how] else distinct.sample(MAX_DISTINCT[how], seed=0)
-    bad = pl.Series([truth for truth in sample if not _usable(truth, how)], dtype=pl.String)
+    bad = pl.Series(
+        [
+            truth
+            for truth in sample
+            if not answers_equal(truth, truth, how)
+            # Equal text is always right under `math`; what it is not, is mathematics.
+            or (how == "math" and parse_number(truth) is None and not expressions_equal(truth, truth))
+        ],
+        dtype=pl.String,
+    )
     known = truths.with_columns(bad=pl.col("truth").is_in(bad.implode()), checked=usual | pl.col("truth").is_in(sample.implode()))
     # A row whose truths were not all sampled may have a usable one: it does not count.
     by_row = known.group_by("row", maintain_order=True).agg(pl.col("bad").all(), pl.col("checked").all())
@@ -85,12 +94,6 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
         shown = answer if len(answer) <= _SHOWN_CHARS else answer[: _SHOWN_CHARS - 1] + "…"
         first = f"first {shown!r} in {row_place(source, line)}"
     return UnusableTruths(how, found.height, int(by_row["checked"].sum()), first)
-
-
-def _usable(truth: str, how: Equality) -> bool:
-    if how == "math":
-        return parse_number(truth) is not None or expressions_equal(truth, truth)
-    return answers_equal(truth, truth, how)
 
 
 def _fix(how: Equality) -> str:

@@ -32,7 +32,7 @@ _WRAPPINGS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("*
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a text that is one number; None for everything else. Never raises."""
+    """The exact value of a text that is one number; None for everything else."""
     match = _match(text)
     if match is None or (match["sign"] and match["inner"]) or (match["below"] and not int(match["below"])):
         return None

@@ -27,7 +27,7 @@ _NOTHING = frozenset("bBAzZ")
 
 
 def read_pattern(text: str, completion: CompletionConfig) -> Extraction:
-    """Read one completion by the rules of this module."""
+    """Read one completion by the last match of its pattern."""
     searched = text[-SEARCHED_CHARS:].replace(_OPENED, "").replace(_CLOSED, "").encode(errors="replace").decode()
     before, opened, rest = _marked(searched, completion.pattern or "").rpartition(_OPENED)
     content, _, after = rest.partition(_CLOSED)
@@ -44,7 +44,7 @@ def read_pattern(text: str, completion: CompletionConfig) -> Extraction:
 
 
 def check_pattern(completion: CompletionConfig) -> None:
-    """Raise `ConfigError` unless the pattern is a linear-time regular expression with a group."""
+    """ConfigError unless the pattern is a linear-time regular expression with a group."""
     try:
         _marked("", completion.pattern or "")
     except pa.ArrowInvalid as error:
@@ -151,7 +151,7 @@ class _Reader:
 
     def _least(self) -> int:
         mark = self._peek()
-        if mark not in ("*", "+", "?", "{") or not mark:
+        if mark not in {"*", "+", "?", "{"}:
             return 1
         self.index += 1
         least = {"*": 0, "?": 0, "+": 1}.get(mark, 1)

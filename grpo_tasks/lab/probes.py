@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.equality import answers_equal, choice_letter
 from grpo_tasks.answers.extract import FORMATS, perfect_completion
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.content.conversations import Played, played_of

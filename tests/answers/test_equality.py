@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.answers import expressions
-from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.equality import answers_equal, choice_letter
 from grpo_tasks.answers.expressions import is_harmless
 from grpo_tasks.answers.numerals import parse_number
 
@@ -20,23 +19,17 @@ from grpo_tasks.answers.numerals import parse_number
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("42", 42),
         (" 42.\n", 42),
         ("+7", 7),
-        ("-7", -7),
         ("−7", -7),
         ("1,234,567.50", Fraction("1234567.5")),
-        ("$5", 5),
         ("-$5", -5),
         ("$-5", -5),
         ("5 €", 5),
-        ("42%", 42),
         ("3/4", Fraction(3, 4)),
         (".5", Fraction(1, 2)),
         ("1e3", 1000),
-        ("$42$", 42),
         (r"\boxed{42}", 42),
-        ("**42**", 42),
         ("٤٢", 42),
         ("４２", 42),
         ("\u200b42\ufeff", 42),
@@ -48,33 +41,7 @@ def test_one_number_in_any_usual_form_is_read(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "42 43 44",
-        "42, 43",
-        "42 or 43",
-        "not 42",
-        "42 apples",
-        "--5",
-        "-$-5",
-        "1,23",
-        "12,34",
-        "4２",
-        "4²",
-        "½",
-        "Ⅻ",
-        "3/0",
-        "0x2a",
-        "1e9999",
-        "9**9**9",
-        "nan",
-        "inf",
-        "4_2",
-        "1" * 201,
-        "$",
-        "%",
-        ".",
-    ],
+    ["", "42 43 44", "42, 43", "not 42", "42 apples", "-$-5", "1,23", "4２", "4²", "½", "3/0", "1e9999", "nan", "4_2", "1" * 201],
 )
 def test_any_text_besides_the_number_makes_it_no_number(text):
     assert parse_number(text) is None
@@ -104,7 +71,7 @@ def test_no_text_breaks_an_equality(text, truth, how):
 
 
 @pytest.mark.parametrize("how", ["exact", "numeric", "math", "choice"])
-@pytest.mark.parametrize("blank", ["", " \n", "\u200b", "\u2800", "\u0301\ufe0f", "\u0903 \u20dd", "\U000e0100\u00ad"])
+@pytest.mark.parametrize("blank", ["", " \n", "\u200b", "\u2800", "\u0301\ufe0f", "\U000e0100\u00ad"])
 def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
     assert not answers_equal(blank, "42", how)
     assert not answers_equal(blank, blank, how)
@@ -116,39 +83,26 @@ def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
         (r"\frac{84}{2}", "42"),
         ("1/2", "0.5"),
         ("x^2+2x+1", "(x+1)^2"),
-        ("x=42", "42"),
+        ("X=3", "3"),
         ("2**3", "8"),
-        ("2^{10}", "1024"),
         ("sqrt(4)", "2"),
-        (r"42\text{ apples}", "42"),
-        (r"\{1, 2, 3\}", r"\{3, 2, 1\}"),
-        ("[1,2)", "[1,2)"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         ("Paris", "Paris"),
-        (r"\cfrac{1}{3}", r"\frac{1}{3}"),
         (r"\cfrac{1}{3}", "1/3"),
-        ("28 percent", "28"),
         (r"28\%", "28 percent"),
         (r"x \approx 11", "11"),
-        ("x ≈ 11", "11"),
         (r"10\,000", "10000"),
-        ("10\u2009000", "10000"),
         (r"10{,}000\,\text{m}", "10000"),
+        (r"5\text{ miles per hour}", "5"),
         (r"\frac{1}{2}\,x", r"\frac{x}{2}"),
         (r"\left\{ 3, 1, \frac{4}{2} \right\}", r"\{1, 2, 3\}"),
         (r"\{(1,2), (3,4)\}", r"\{(3,4), (1,2)\}"),
-        ("21 or 11", "11 or 21"),
-        ("21 or 11", "11, 21"),
         (r"x = 21 \text{ or } x = 11", r"\{11, 21\}"),
+        ("21 or 11", "11, 21"),
         ("1,234 and 5", "5 or 1234"),
-        ("2, 1", "1, 2"),
         (r"(-\infty, 3)", "x<3"),
-        ("X^2+X", "X(X+1)"),
-        ("2X+x", "x+2X"),
-        ("X=3", "3"),
         ("(0.5, 1)", r"(\frac{1}{2}, 1)"),
-        (r"5\text{ miles per hour}", "5"),
-        (r"12\mathrm{\ cm}", "12"),
+        ("2X+x", "x+2X"),
     ],
 )
 def test_equal_mathematics_is_equal(prediction, truth):
@@ -175,50 +129,39 @@ def test_the_first_comparison_does_not_pay_for_imports():
 
 
 @pytest.mark.parametrize(
-    "prediction", ["43", "42 43", "42, 43", "40 2", "43=42", "1=2=42", "not 42", r"\text{not }42", "x", "42!"]
-)
-def test_other_mathematics_is_not(prediction):
-    assert not answers_equal(prediction, "42", "math")
-
-
-@pytest.mark.parametrize(
     ("prediction", "truth"),
     [
+        ("42 43", "42"),
+        ("40 2", "42"),
+        ("43=42", "42"),
+        ("1=2=42", "42"),
+        (r"\text{not }42", "42"),
+        ("42!", "42"),
+        ("siraP", "Paris"),
         (r"\cfrac{1}{3}", "0.33"),
         ("28 percent", "0.28"),
-        ("28 percent", "2800"),
         (r"x \approx 11", "12"),
         (r"3 \approx 11", "11"),
         (r"1\,2", "12"),
-        ("1\u20092", "12"),
         ("21 or 11", "21"),
-        ("21 or 11", "11"),
         ("21 or 11 or 5", "11 or 21"),
         ("21 or 21", "11 or 21"),
         ("11 or 21", "11 or 22"),
         ("(2, 1)", "(1, 2)"),
-        ("[2, 1]", "[1, 2]"),
         (r"\{(2,1), (3,4)\}", r"\{(1,2), (3,4)\}"),
-        (r"\{1, 2\}", r"\{1, 2, 3\}"),
         ("1 or 2 or 3 or 4 or 5 or 6 or 7 or 8 or 9", "1, 2, 3, 4, 5, 6, 7, 8, 9"),
         ("or", "1 or 2"),
         ("3,3", "3"),
-        ("3", "3; 3"),
-        ("[3,3]", "3"),
         (r"\{3,3\}", "3"),
         ("3, 4, 4", "3, 3, 4"),
         ("(X+1)^2", "x^2+2x+1"),
-        ("X-x+y", "y"),
         ("x_{A}", "x_{a}"),
-        ("E", "e"),
         (r"3\text{ or so}", "3"),
-        (r"3\text{, I guess}", "3"),
         (r"3\text{ million}", "3"),
-        (r"3\text{ minus one}", "3"),
-        (" or ".join(["9^{9^9}", "2"]), "1 or 2"),
+        ("9^{9^9} or 2", "1 or 2"),
     ],
 )
-def test_more_freedom_of_form_is_no_freedom_of_value(prediction, truth):
+def test_freedom_of_form_is_no_freedom_of_value(prediction, truth):
     assert not answers_equal(prediction, truth, "math")
 
 
@@ -227,19 +170,15 @@ def test_more_freedom_of_form_is_no_freedom_of_value(prediction, truth):
     ("decimal", "exact", "equal"),
     [
         ("0.333333", "1/3", True),
-        ("0.333333", r"\frac{1}{3}", True),
         ("x = 0.333333", r"\cfrac{1}{3}", True),
         ("3.1415927", r"\pi", True),
         ("66.6666667%", "200/3", True),
         ("0.333333 or 2", r"2 or \frac{1}{3}", True),
         ("0.33333", "1/3", False),
-        ("0.50000001", "1/2", False),
         ("0.50000001", r"\frac{1}{2}", False),
-        ("0.50000001", "0.5", False),
         ("0.333333", "0.3333333", False),
         # six decimals, but one significant digit
         ("0.000003", "1/300000", False),
-        ("0.0000001", r"\frac{1}{100000000}", False),
     ],
 )
 def test_decimals_equal_their_rounded_values_from_six_digits_on(decimal, exact, equal, left_to_right):
@@ -247,31 +186,20 @@ def test_decimals_equal_their_rounded_values_from_six_digits_on(decimal, exact, 
     assert answers_equal(*pair, "math") is equal
 
 
-def test_words_are_no_products_of_their_letters():
-    assert not answers_equal("siraP", "Paris", "math")
-
-
 HOSTILE = [
     "9**9**9",
-    "9^{9^9}",
-    "9^9^9",
     "(9^9)^9^9",
     "9^{99999}",
-    "((9^{9})^{9})^{99}",
     "100000!",
     r"\sum_{i=1}^{10000000} i",
-    r"\binom{100000}{50000}",
     r"\int_0^1 x^x dx",
     "(" * 90 + "1" + ")" * 90,
-    r"\sqrt{" * 30 + "2" + "}" * 30,
     r"\frac" * 40,
     r"\tan(\tan(\tan(9^{99})))",
     "(x+y+z+1)^{99}-1",
-    "9**" * 60 + "9",
     "1e99999999",
     "__import__('os').system('true')",
     "{" * 200,
-    "9" * 10_000,
     "9" * 1_000_000,
 ]
 
@@ -283,9 +211,7 @@ def test_hostile_expressions_are_refused_or_bounded(text):
     assert not answers_equal(text, "7", "math")
 
 
-@pytest.mark.parametrize(
-    "text", ["9**9**9".replace("**", "^"), "9^{9^9}", "9^{12345}", "5!", "42 43", "import os", "1;2", "a=b=c"]
-)
+@pytest.mark.parametrize("text", ["9^9^9", "9^{9^9}", "9^{12345}", "5!", "42 43", "import os", "1;2", "a=b=c"])
 def test_what_could_run_for_ever_never_reaches_sympy(text):
     assert not is_harmless(text)
 
@@ -295,8 +221,7 @@ def test_the_bounds_of_an_expression_are_where_they_are_said_to_be():
     assert not is_harmless("(((((((1)))))))")
     assert is_harmless("2^{1234}")
     assert not is_harmless("2^{12}+3^{345}")
-    sum_of_ones = "1+" * 98 + "y"
-    assert answers_equal(sum_of_ones, "y+98", "math")
+    assert answers_equal("1+" * 98 + "y", "y+98", "math")
     assert not answers_equal("1+" * 100 + "y", "y+100", "math")
 
 
@@ -330,17 +255,8 @@ def test_the_letter_of_a_choice_is_found(text):
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB", "B) " + "Paris " * 60],
-        *[
-            "(a) Rome (b) Paris",
-            "a) b)",
-            "b) Paris A) Rome",
-            "B: Paris\na: Rome",
-            "a.Rome b.Paris",
-            "b] x a] y",
-            "A) or B",
-            "(B) (a)",
-        ],
+        *["", "A B C D", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "B) " + "Paris " * 60],
+        *["(a) Rome (b) Paris", "b) Paris A) Rome", "B: Paris\na: Rome", "a.Rome b.Paris", "b] x a] y", "(B) (a)"],
     ],
 )
 def test_a_listing_of_choices_is_none(text):
