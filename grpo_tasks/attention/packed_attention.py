@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_tasks.attention.packed_row import PackedRow, Spans
-from grpo_tasks.attention.varlen import Sequences, VarlenAttention, varlen_kernel
+from grpo_tasks.attention.shared_prompt import PackedRow, Spans
+from grpo_tasks.attention.varlen import Sequences, VarlenAttention, repeat_heads, sum_heads, varlen_kernel
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -85,7 +85,7 @@ class Masks:
 
     @classmethod
     def of(cls, row: PackedRow, window: int | None, like: Tensor, *, tails: bool = False) -> "Masks":
-        """The masks of the layers with that window, or with `tails` of the last one; None where a query sees all before it."""
+        """The masks of the layers with that window, or with `tails` of the last one."""
         prompts, own, groups = row.prompts, row.own, row.groups
         prompt = None
         if tails:
@@ -122,8 +122,7 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, row: PackedRow, asking: Spans, masks: Masks, scale: float) -> Tensor:
-        """The attended values [1, H, L, D]; of the prompts only the spans `asking` have some, and the rest is 0."""
-        # q [1, H, L, D]; k and v [1, K, L, D]
+        """q [1, H, L, D]; k and v [1, K, L, D]. Of the prompts only the spans `asking` get values, and the rest is 0."""
         out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3])  # [L, H, D]
         lse = q.new_empty(q.shape[2], q.shape[1], 1, dtype=torch.float32)  # [L, H, 1]
         prompt_k, prompt_v = row.prompts.read(k), row.prompts.read(v)  # [P, K, S, D]
@@ -146,9 +145,8 @@ class CpuAttention(torch.autograd.Function):
             shared_lse = row.groups.unfold(shared_lse[..., None], length).squeeze(-1)  # [P, K, M] -> [N, H, T]
             both = torch.logaddexp(shared_lse, own_lse)
             # The kernel's log-sum-exps are float32 whatever the precision of q; only their small exponentials are rounded.
-            merged = shared * (shared_lse - both).exp()[..., None].to(q.dtype) + own * (own_lse - both).exp()[..., None].to(
-                q.dtype
-            )
+            shared_share, own_share = ((part - both).exp()[..., None].to(q.dtype) for part in (shared_lse, own_lse))
+            merged = shared * shared_share + own * own_share
             row.own.write(merged, out)
             row.own.write(both[..., None], lse)
         out, lse = out.transpose(0, 1)[None], lse.transpose(0, 1)[None]  # [1, H, L, D], [1, H, L, 1]
@@ -158,7 +156,7 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Gradients of queries, keys and values."""
+        """See the class."""
         q, k, v, out, lse = ctx.saved_tensors
         row, asking, masks, scale = ctx.row, ctx.asking, ctx.masks, ctx.scale
         dq, dk, dv = (
@@ -190,7 +188,7 @@ class CpuAttention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Part:
-    """What the backward pass of the kernel needs of the spans."""
+    """What the backward pass of the kernel needs of the spans, [R, H, W, D] each."""
 
     query: Tensor
     out: Tensor
@@ -210,7 +208,7 @@ class _Part:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     wide = None if mask is None else mask.expand(len(q), -1, -1, -1)
-    out, lse = _flash(q, _repeat(k, q), _repeat(v, q), 0.0, mask is None, attn_mask=wide, scale=scale)
+    out, lse = _flash(q, repeat_heads(k, q), repeat_heads(v, q), 0.0, mask is None, attn_mask=wide, scale=scale)
     return out, lse
 
 
@@ -218,10 +216,10 @@ def _causal_backward(part: _Part, k: Tensor, v: Tensor, mask: Tensor | None, sca
     q = part.query
     wide = None if mask is None else mask.expand(len(q), -1, -1, -1)
     dq, dk, dv = _flash_backward(
-        part.grad.contiguous(), q, _repeat(k, q), _repeat(v, q), part.out, _like_flash(part.lse.squeeze(-1)), 0.0, mask is None,
-        attn_mask=wide, scale=scale,
+        part.grad.contiguous(), q, repeat_heads(k, q), repeat_heads(v, q), part.out, _like_flash(part.lse.squeeze(-1)), 0.0,
+        mask is None, attn_mask=wide, scale=scale,
     )  # fmt: skip
-    return dq, _summed(dk, k), _summed(dv, v)
+    return dq, sum_heads(dk, k), sum_heads(dv, v)
 
 
 def _wide(shared: Tensor, folded: Float[Tensor, "P K M D"], query: Float[Tensor, "N H T D"]) -> Tensor:
@@ -233,17 +231,6 @@ def _wide(shared: Tensor, folded: Float[Tensor, "P K M D"], query: Float[Tensor,
     return rows.expand(-1, -1, -1, query.shape[1] // folded.shape[1], -1, -1).flatten(2, 4)
 
 
-def _repeat(keys: Float[Tensor, "N K S D"], like: Float[Tensor, "N H _ _"]) -> Float[Tensor, "N H S D"]:
-    """One copy of each key head for each query head that shares it: the CPU kernel knows no grouped-query attention."""
-    times = like.shape[1] // keys.shape[1]
-    return keys if times == 1 else keys.repeat_interleave(times, dim=1)
-
-
-def _summed(grad: Float[Tensor, "N H T D"], like: Float[Tensor, "N K T D"]) -> Float[Tensor, "N K T D"]:
-    """Gradient of `_repeat`: the sum over the copies, [N, H, T, D] -> [N, K, H / K, T, D] -> [N, K, T, D]."""
-    return grad if grad.shape == like.shape else grad.unflatten(1, (like.shape[1], -1)).sum(2)
-
-
 def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
     # The kernel stores it as [N, T, H] and reads that memory layout, whatever the strides say.
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -252,8 +239,7 @@ def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: float, window: int | None) -> Tensor:
     """Attention [1, H, L, D] on any device: it materialises a mask, and G copies of every prompt's keys."""
     attend = torch.nn.functional.scaled_dot_product_attention
-    times = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
+    keys, values = (repeat_heads(x, q) for x in (k, v))
     prompts, own, size = row.prompts, row.own, row.prompts.width
     prompt_k, prompt_v = prompts.read(keys), prompts.read(values)
     causal = band(size, window or size, q.device)[:, None]

@@ -3,11 +3,20 @@
     queries of a group  --fold-->  [P, K, M, D] x prompt keys [P, K, S, D]  --unfold-->  [N, H, T, D]
 
 A cache repeated for every completion is read and copied G times. Registered with transformers; without the argument
-`shared_prompt` it is ordinary scaled dot-product attention. Soft caps and attention sinks raise `UnsupportedError`. S counts the
-tokens of the encoded context, which ends before the prompt's last token (policy/batch.py).
+`shared_prompt` it is ordinary scaled dot-product attention. Soft caps and attention sinks raise `UnsupportedError`.
+
+With gradients, prompts and completions are one row without padding (`PackedRow`):
+
+    row        [ prompt 1 | prompt 2 | ... | completion 1 | completion 2 | ... ]
+
+A prompt attends to itself, causally. A completion attends to its prompt and, causally, to itself. The common start of several
+completions is a part of their prompt here (policy/batch.py). In this room L counts the tokens of the row, H the query heads, K
+the key heads, and D the width of a head. There are P prompts, and N completions with an own part. The longest prompt has S
+tokens, the longest own part T.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,16 +27,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "grpo_shared_prompt"
-"""The attention implementation's name in transformers."""
+"""Our attention's name in transformers."""
 
 
 class UnsupportedError(Exception):
-    """The model is of a kind that this implementation does not cover."""
+    """A kind of model that shared prompts do not cover."""
 
 
 @runtime_checkable
 class SharedPrompt(Protocol):
-    """The object that a forward pass receives as `shared_prompt=`."""
+    """What a forward pass receives as `shared_prompt=`."""
 
     def attend(
         self,
@@ -38,15 +47,14 @@ class SharedPrompt(Protocol):
         scale: float,
         window: int | None = None,
     ) -> Float[Tensor, "N H T _"]:
-        """Attention of new tokens to their prompt and to each other in a decoder layer.
+        """Attention of new tokens to their prompt and to each other, with rotated queries and keys; K divides H.
 
-        Queries and keys are rotated to their positions; K divides H (grouped-query attention). `scale` is the factor of the
-        scores, usually D ** -0.5, and `window` how many tokens a query sees, itself included; None for all.
+        `scale` is the factor of the scores, usually D ** -0.5, and `window` how many tokens a query sees, itself included.
         """
 
 
 def use_shared_prompts(model: PreTrainedModel) -> None:
-    """Let the model attend through the `shared_prompt` that its forward pass receives, from now on, and as before without one."""
+    """Let the model attend through the `shared_prompt` of a forward pass, from now on, and as before without one."""
     model.config._attn_implementation = NAME
 
 
@@ -78,7 +86,7 @@ def _attention(
 
 
 def _window_in_mask(module: nn.Module) -> int | None:
-    """The window of a layer by its config. Some models (Qwen2Moe, Phimoe) have it in their mask alone, which is not built."""
+    """The window of a layer by its config: some models (Qwen2Moe, Phimoe) have it in their mask alone, which is not built."""
     config: Any = module.config
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[module.layer_idx] == "sliding_attention"
@@ -128,9 +136,99 @@ class PromptGroups:
         return split.transpose(1, 2).reshape(self.num_prompts, heads, -1, rows.shape[-1])
 
     def unfold(self, folded: Float[Tensor, "P K M D"], length: int) -> Float[Tensor, "N H T D"]:
-        """The inverse of `fold`, for rows of `length` tokens."""
+        """The inverse of `fold`, with T = `length`."""
         prompts, heads, _, depth = folded.shape
         # [P, K, M, D] -> [P, K, width, H / K, T, D] -> [P, width, K, H / K, T, D] -> [P width, H, T, D]
         split = folded.reshape(prompts, heads, self.width, -1, length, depth).transpose(1, 2)
         rows = split.reshape(prompts * self.width, -1, length, depth)
         return rows if self.slots is None else rows.index_select(0, self.slots)
+
+
+class Spans:
+    """Equally many slots for each of R spans of the row, before which `gaps` lie; short spans leave their last slots empty."""
+
+    def __init__(self, start: int, lengths: Sequence[int], device: torch.device, gaps: Sequence[int] | None = None) -> None:
+        self.lengths, self.width = list(lengths), max(lengths)
+        self._tokens = slice(start, start + sum(lengths))
+        neighbours = gaps is None or not any(gaps)
+        self.dense = neighbours and min(lengths) == self.width
+        """All spans are neighbours and equally long, so that the slots are a view of the row."""
+        columns = torch.arange(self.width)
+        sizes = torch.tensor(self.lengths)
+        starts = start + sizes.cumsum(0) - sizes + (0 if gaps is None else torch.tensor(gaps).cumsum(0))  # [R]
+        real = columns < sizes[:, None]  # [R, W]
+        # Empty slots repeat a token of the row. What is computed for them is finite, and never read.
+        index = torch.where(real, starts[:, None] + columns, start)
+        self.index = index.to(device)  # [R, W]
+        self.empty = (~real).to(device)  # [R, W]
+        self.filled = real.flatten().nonzero().squeeze(1).to(device)  # slots that hold a token, in the order of the row
+        self._places = None if neighbours else index[real].to(device)
+        """The tokens of spans that are no neighbours."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, row: Float[Tensor, "1 H L D"]) -> Float[Tensor, "R H W D"]:
+        """The tokens of the spans, in their slots."""
+        tokens = row[0].transpose(0, 1)  # [L, H, D]
+        found = tokens[self._tokens] if self.dense else tokens.index_select(0, self.index.flatten())
+        return found.unflatten(0, (len(self), self.width)).transpose(1, 2)  # [R W, H, D] -> [R, W, H, D] -> [R, H, W, D]
+
+    def write(self, slots: Float[Tensor, "R H W D"], row: Float[Tensor, "L H D"]) -> None:
+        """Copy the tokens from their slots into the row, in place."""
+        tokens = slots.transpose(1, 2).flatten(0, 1)  # [R W, H, D]
+        found = tokens if len(self.filled) == len(tokens) else tokens.index_select(0, self.filled)
+        if self._places is None:
+            row[self._tokens] = found
+        else:
+            row.index_copy_(0, self._places, found)
+
+
+class PackedRow:
+    """Which token of the row belongs to which prompt or completion. All of it is known on the host.
+
+    A completion may have no own tokens in the row. Of a prompt a hidden state is read after the last layer only for the tokens of
+    its tail, at least one; all by default.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        own_lengths: Sequence[int],
+        prompt_of: Sequence[int],
+        device: torch.device,
+        tail_lengths: Sequence[int] | None = None,
+    ) -> None:
+        present = [(length, prompt) for length, prompt in zip(own_lengths, prompt_of, strict=True) if length]
+        self.prompt_lengths = list(prompt_lengths)
+        self.tail_lengths = list(tail_lengths or prompt_lengths)
+        self.own_lengths = [length for length, _ in present]
+        self.prompts_of = [prompt for _, prompt in present]
+        """Prompt of each completion with an own part."""
+        self.device = device
+
+    @cached_property
+    def prompts(self) -> Spans:
+        """Complete prompts."""
+        return Spans(0, self.prompt_lengths, self.device)
+
+    @cached_property
+    def tails(self) -> Spans:
+        """The ends of the prompts, which are read after the last layer."""
+        gaps = [length - tail for length, tail in zip(self.prompt_lengths, self.tail_lengths, strict=True)]
+        return Spans(0, self.tail_lengths, self.device, gaps)
+
+    @cached_property
+    def own(self) -> Spans | None:
+        """Completions without their last token, which predicts nothing; None when no completion has another one."""
+        return Spans(sum(self.prompt_lengths), self.own_lengths, self.device) if self.own_lengths else None
+
+    @cached_property
+    def prompt_of(self) -> Int[Tensor, " N"]:
+        """`prompts_of` on the device."""
+        return torch.tensor(self.prompts_of, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def groups(self) -> PromptGroups | None:
+        """How completions are placed beside their prompt; None without completions."""
+        return PromptGroups(self.prompt_of, len(self.prompt_lengths)) if self.own_lengths else None

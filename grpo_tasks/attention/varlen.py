@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_tasks.attention.packed_row import PackedRow
+from grpo_tasks.attention.shared_prompt import PackedRow
 
 FLASH_CAPABILITY = (8, 0)
 """The first compute capability (Ampere) that torch's flash kernels run on."""
@@ -81,7 +81,7 @@ class Sequences:
         )
 
     def gather(self, row: Float[Tensor, "1 K L D"]) -> Float[Tensor, "R K D"]:
-        """The keys or values of all sequences."""
+        """Keys or values of all sequences."""
         return row[0].transpose(0, 1).index_select(0, self.index)
 
     def scatter(self, grad: Float[Tensor, "R K D"]) -> Float[Tensor, "1 K L D"]:
@@ -117,7 +117,7 @@ def varlen_kernel(like: Tensor, window: int | None) -> Kernel | None:
 
 
 def kernel_of_card(dtype: torch.dtype, window: int | None, capability: tuple[int, int]) -> Kernel | None:
-    """The kernel of a card with that compute capability; None where there is none."""
+    """The kernel of a card with that compute capability."""
     if dtype in (torch.float16, torch.bfloat16) and capability >= FLASH_CAPABILITY:
         return FLASH
     # The other kernel counts the tokens of a window in another way, and older cards have no bfloat16.
@@ -131,8 +131,7 @@ class VarlenAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, kernel: Kernel, scale: float, window: int | None
     ) -> Tensor:
-        """The attended values [1, H, L, D]."""
-        # q [1, H, L, D]; k and v [1, K, L, D]
+        """q [1, H, L, D]; k and v [1, K, L, D]."""
         query = q[0].transpose(0, 1)  # [L, H, D]
         out, kept = kernel.forward(query, sequences.gather(k), sequences.gather(v), sequences, scale, window)
         ctx.save_for_backward(q, k, v, out, *kept)
@@ -188,8 +187,8 @@ def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, _: None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None], _repeat(k, q)[None], _repeat(v, q)[None], None, sequences.query_ends, sequences.key_ends, sequences.max_query,
-        sequences.max_key, 0.0, BOTTOM_RIGHT, True, scale=scale,
+        q[None], repeat_heads(k, q)[None], repeat_heads(v, q)[None], None, sequences.query_ends, sequences.key_ends,
+        sequences.max_query, sequences.max_key, 0.0, BOTTOM_RIGHT, True, scale=scale,
     )  # fmt: skip
     return out[0], (lse, seed, offset)
 
@@ -200,20 +199,21 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse, seed, offset = kept
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-        grad[None], q[None], _repeat(k, q)[None], _repeat(v, q)[None], None, out[None], sequences.query_ends, sequences.key_ends,
-        sequences.max_query, sequences.max_key, lse, 0.0, seed, offset, BOTTOM_RIGHT, False, scale=scale,
+        grad[None], q[None], repeat_heads(k, q)[None], repeat_heads(v, q)[None], None, out[None], sequences.query_ends,
+        sequences.key_ends, sequences.max_query, sequences.max_key, lse, 0.0, seed, offset, BOTTOM_RIGHT, False, scale=scale,
     )  # fmt: skip
-    return dq[0], _summed(dk[0], k), _summed(dv[0], v)
+    return dq[0], sum_heads(dk[0], k), sum_heads(dv[0], v)
 
 
-def _repeat(keys: Float[Tensor, "R K D"], like: Float[Tensor, "L H D"]) -> Float[Tensor, "R H D"]:
-    """One copy of each key head for each query head that shares it."""
+def repeat_heads(keys: Float[Tensor, "N K *D"], like: Float[Tensor, "_ H ..."]) -> Float[Tensor, "N H *D"]:
+    """One copy of each key head for each query head that shares it, for kernels that know no grouped-query attention."""
     times = like.shape[1] // keys.shape[1]
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)
 
 
-def _summed(grad: Float[Tensor, "R H D"], like: Float[Tensor, "R K D"]) -> Float[Tensor, "R K D"]:
-    """Gradient of `_repeat`."""
+def sum_heads(grad: Float[Tensor, "N H *D"], like: Float[Tensor, "N K *D"]) -> Float[Tensor, "N K *D"]:
+    """Gradient of `repeat_heads`: the sum over the copies."""
+    # [N, H, *D] -> [N, K, H / K, *D] -> [N, K, *D]
     return grad if grad.shape == like.shape else grad.unflatten(1, (like.shape[1], -1)).sum(2)
 
 

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from grpo_tasks.attention.packed_attention import PackedAttention
-from grpo_tasks.attention.packed_row import PackedRow
-from grpo_tasks.attention.shared_prompt import no_mask, use_shared_prompts
+from grpo_tasks.attention.shared_prompt import PackedRow, no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.sharded import forward_pass

@@ -18,8 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_tasks.attention.packed_row import PackedRow
-from grpo_tasks.attention.shared_prompt import UnsupportedError
+from grpo_tasks.attention.shared_prompt import PackedRow, UnsupportedError
 from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Kernel, Sequences, VarlenAttention, varlen_kernel
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs

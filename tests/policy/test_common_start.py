@@ -6,7 +6,7 @@ from itertools import takewhile, zip_longest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_tasks.attention.common_start import Branch, branches
+from grpo_tasks.policy.batch import Branch, branches
 
 # Few different tokens, so that many completions begin alike.
 GROUPS = st.lists(st.lists(st.integers(0, 1), max_size=7), min_size=1, max_size=5)
