@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.data.table import read_chats
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS
 from grpo_tasks.tracking.models import download_adapter, fetch_version
 from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
 from grpo_tasks.tracking.store import open_store
@@ -24,7 +23,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
-from schemas.results.model import ModelRef, percent
+from schemas.results.model import PROOF_PROMPTS, ModelRef, percent
 from schemas.results.publication import Lineage
 
 CHAT_TEMPLATE = "chat_template.jinja"

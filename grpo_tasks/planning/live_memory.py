@@ -55,17 +55,14 @@ class LiveMemory(TorchDispatchMode):
         self.operations[name] += name not in VIEWS
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._add(tensor.untyped_storage(), before)
+                storage: Any = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known and key not in before:
+                    self._known.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._drop, key, size)
         return made
-
-    def _add(self, storage: Any, before: set[int]) -> None:
-        key = storage._cdata
-        if key in self._known or key in before:
-            return
-        self._known.add(key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, storage.nbytes())
 
     def _drop(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -73,17 +70,19 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def kernels(self) -> int:
-        """Operations that were no views."""
+        """How many operations were no views."""
         return self.operations.total()
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Counts the attention calls of forward passes, by the kernel that CUDA would take."""
+    """Counts the attention calls of forward passes by the kernel that CUDA would take: flash, efficient or math.
+
+    MASKED is appended to the name of a call with a dense mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        """flash, efficient or math -> calls; MASKED is appended to the name of a call with a dense mask."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ here has been measured on a GPU: RESERVE stands for what a calculation cannot se
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -62,6 +62,7 @@ class Item:
 class StagePlan:
     """What one process of a stage needs on its GPU."""
 
+    reserve: ClassVar[float] = RESERVE
     model: ModelConfig
     rollout: RolloutConfig
     stage: StageConfig
@@ -78,7 +79,7 @@ class StagePlan:
 
     @cached_property
     def standing(self) -> list[Item]:
-        """What is there all the time."""
+        """What is there all the time. Bytes, as everywhere here."""
         return [item for item in self._standing() if item.bytes]
 
     @cached_property
@@ -103,11 +104,11 @@ class StagePlan:
 
     @property
     def available(self) -> float:
-        """Bytes that a pass may use."""
+        """What a pass may use."""
         return self.memory - RESERVE - sum(item.bytes for item in self.standing)
 
     def update(self, tokens: int) -> float:
-        """Bytes of a pass of that many tokens, logits included."""
+        """Of a pass of that many tokens, logits included."""
         fixed, slope = self._line
         return fixed + slope * tokens
 
@@ -138,14 +139,9 @@ class StagePlan:
 
     @property
     def needed(self) -> float:
-        """Bytes that the stage needs at its peak, RESERVE included."""
+        """At the peak of the stage, RESERVE included."""
         most = max(self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
         return RESERVE + sum(item.bytes for item in self.standing) + most
-
-    @property
-    def reserve(self) -> float:
-        """Bytes that are kept free."""
-        return RESERVE
 
     @property
     def sampling_fits(self) -> bool:
@@ -172,7 +168,7 @@ class StagePlan:
             one, wide, two = (
                 count_pass(self._policy, Groups.equal(*size, 512)) for size in ((1, 512, 4), (1, 512, 8), (2, 512, 4))
             )
-            # A token of a prompt keeps less than one of a completion (policy/last_layer.py), so all count as the latter.
+            # A token of a prompt keeps less than one of a completion (policy/lean_layers.py), so all count as the latter.
             slope = (wide.peak - one.peak) / (wide.tokens - one.tokens)
             _LINES[key] = 2 * one.peak - two.peak, slope
         return _LINES[key]
@@ -241,10 +237,8 @@ class StagePlan:
         return sum(p.numel() * (NF4_BYTES if id(p) in linear and id(p) != head else width) for p in frozen)
 
     def _copied(self) -> int:
-        """Weights that the local engine has a second time: all of a sharded model, else those of `_copied_of`.
-
-        Fused kernels read some projections as one (rollout/fused_decoder.py): adapted or not, they get a copy of their own.
-        """
+        """Weights that the local engine has a second time."""
+        # Fused kernels read some projections as one (rollout/fused_decoder.py): adapted or not, they get a copy of their own.
         if self._shards > 1:
             return sum(parameter.numel() for parameter in self._policy.parameters())
         if not self.resources.fold_adapter or self.model.quantization != "none" or not isinstance(self._policy, PeftModel):
@@ -279,15 +273,7 @@ def _fused(policy: CausalLM) -> list[list[nn.Module]]:
 
 
 def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
-    """The plan of each stage of a run.
-
-    Args:
-        settings: the run; only the config of its model is read, no weights.
-        memory: bytes of one GPU.
-
-    Raises:
-        ModelError: the config of the model cannot be read.
-    """
+    """The plan of each stage of a run on GPUs with so many bytes; of the model only the config is read, else ModelError."""
     model = settings.model
     with load_errors("the config of the model", f"model.path: {model.path}"):
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
@@ -301,11 +287,7 @@ def _width(dtype: str) -> float:
 
 
 def tokens_that_fit(plan: StagePlan) -> int:
-    """The tokens of a pass for `max_tokens_per_microbatch: auto`.
-
-    Raises:
-        ModelError: not even one completion of full length fits.
-    """
+    """Of a pass for `max_tokens_per_microbatch: auto`; ModelError where not even one completion of full length fits."""
     if not plan.fitting_tokens:
         raise does_not_fit(plan)
     return plan.fitting_tokens
@@ -323,11 +305,10 @@ def does_not_fit(plan: StagePlan) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Prompts of so many tokens, each with completions of so many tokens."""
+    """Lengths of prompts, and of the completions of each."""
 
     prompts: Sequence[int]
     completions: Sequence[Sequence[int]]
-    """Lengths of the completions, prompt by prompt."""
 
     @classmethod
     def equal(cls, prompts: int, prompt_length: int, group_size: int, completion_length: int) -> "Groups":
@@ -362,12 +343,7 @@ class PassCounts:
 
 
 def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM:
-    """A policy of that architecture in training mode, without numbers.
-
-    Args:
-        architecture: transformers' config of the model.
-        config: precision, adapter and checkpointing; quantization is ignored.
-    """
+    """A policy in training mode, without numbers; quantization is ignored."""
     with META:
         dtype = getattr(torch, config.dtype)
         base = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=config.attn_implementation)
@@ -377,8 +353,7 @@ def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM
 def count_pass(policy: CausalLM, groups: Groups, *, temperature: float = 1.0) -> PassCounts:
     """Run a pass over the groups on the meta device, with the kernels of CUDA.
 
-    Raises:
-        RuntimeError: the code waits for a number, which a GPU would have to be asked for.
+    RuntimeError where the code waits for a number, which a GPU would have to be asked for.
     """
     lengths = [length for group in groups.completions for length in group]
     # Different from the first token on: completions that begin alike would have less to compute.

@@ -1,13 +1,16 @@
-"""Which layers of a model get an adapter, and which do not.
+"""Which layers of a model get an adapter, and which rows of its embeddings are trained.
 
 peft drops a name that matches nothing as long as another one matches, unties tied embeddings only when they are merged, adapts
 layers whose weights a model reads without calling the layer, and renames some layers when it loads what it saved. All of these
 are found here, before the first update.
+
+peft keeps the trained rows of added tokens by themselves (`trainable_token_indices`): the base stays as it is, and the adapter
+stays small. Where the output layer is tied to the embeddings, both read the same trained rows.
 """
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +24,19 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo_tasks.policy.folded_adapter import CausalLM
 from schemas.config.model import LoraConfig as LoraSettings
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ModelError
 
 PLACE = "model.lora.target_modules"
 _CALLED = "in_proj"
 """The one linear layer of a Mamba mixer that is always called."""
 _ROW = 16
 """Tokens of the row that shows which layers a model calls."""
+NOISE = 0.02
+"""Standard deviation of the noise on new rows, as a share of that of the other rows."""
 
 
 def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[int]] | None = None) -> PeftModel:
-    """The base with a new adapter, and trained rows as peft takes them. ConfigError for wrong `target_modules`."""
+    """The base with a new adapter, and with trained rows as peft takes them. ConfigError for wrong `target_modules`."""
     unfit = unfit_layers(base)
     policy = _added(base, settings, rows, unfit)
     lost = set[str]()
@@ -44,7 +49,19 @@ def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, l
         reason = "peft loses what it saved for it"
         unfit |= {name.removeprefix("base_model.model."): reason for name in sorted(lost)}
         policy = _added(policy.unload(), settings, rows, unfit)
-    _check_shared(policy)
+    # Adapters on layers that share one weight are trained alone, and the merge would add both to it.
+    by_weight: dict[int, list[str]] = {}
+    for name, module in policy.get_base_model().named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
+            by_weight.setdefault(id(module.get_base_layer().weight), []).append(name)
+    shared = next((names for names in by_weight.values() if len(names) > 1), None)
+    if shared is not None:
+        alone = sorted({names[0].rpartition(".")[2] for names in by_weight.values() if len(names) == 1})
+        raise ConfigError(
+            f"{' and '.join(shared)} share one weight, and merging would add the adapters of both to it",
+            place=PLACE,
+            fix=f"name layers with weights of their own: {', '.join(alone)}" if alone else "model.lora: null, or another model",
+        )
     return policy
 
 
@@ -113,7 +130,7 @@ def unfit_layers(model: PreTrainedModel) -> dict[str, str]:
 def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict[str, bool] | None:
     """The layers that a training pass over text calls, and whether each computes W x + b; None where the pass fails.
 
-    Not called are those of a vision tower. The router of a mixture of experts may return more (PhiMoE, Llama 4).
+    It calls none of a vision tower, and the router of a mixture of experts may return more (PhiMoE, Llama 4).
     """
     found: dict[str, bool] = {}
 
@@ -155,25 +172,8 @@ def _is_plain(module: Any, given: tuple[Any, ...], out: Any) -> bool:
     return bool((out.float() - wanted).abs().mean() <= 0.05 * wanted.abs().mean())
 
 
-def _check_shared(policy: PeftModel) -> None:
-    """Refuse adapters on layers that share one weight: each is trained alone, and the merge would add both to it."""
-    base = policy.get_base_model()
-    by_weight: dict[int, list[str]] = {}
-    for name, module in base.named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
-            by_weight.setdefault(id(module.get_base_layer().weight), []).append(name)
-    shared = [names for names in by_weight.values() if len(names) > 1]
-    if shared:
-        alone = sorted({names[0].rpartition(".")[2] for names in by_weight.values() if len(names) == 1})
-        raise ConfigError(
-            f"{' and '.join(shared[0])} share one weight, and merging would add the adapters of both to it",
-            place=PLACE,
-            fix=f"name layers with weights of their own: {', '.join(alone)}" if alone else "model.lora: null, or another model",
-        )
-
-
 def uncovered(policy: CausalLM, settings: LoraSettings | None) -> str:
-    """Which linear layers and experts have no adapter although `target_modules` may mean them; empty when there are none."""
+    """A sentence on linear layers and experts that have no adapter although `target_modules` may mean them, or nothing."""
     if settings is None or not isinstance(policy, PeftModel):
         return ""
     base = policy.get_base_model()
@@ -226,5 +226,49 @@ def _matches(full: str, name: str) -> bool:
 
 
 def _endings(names: Iterable[str]) -> str:
-    """The last two parts of names, each once: one of a layer stands for those of all layers."""
+    # One of a layer stands for those of all layers.
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in names}))
+
+
+@torch.no_grad()
+def widen(
+    model: PreTrainedModel, vocab_size: int, new_ids: Sequence[int], *, seed: int, like: Mapping[int, Sequence[int]] | None = None
+) -> None:
+    """Make room for `vocab_size` tokens and give the rows of `new_ids` their initial values, in place.
+
+    A new row is the mean of the known ones, or of those that `like` names for it, plus a little noise, so that new tokens differ.
+    """
+    if not new_ids:
+        return
+    known = min(new_ids)
+    embedding: Any = model.get_input_embeddings()
+    if vocab_size > len(embedding.weight):
+        # Without transformers' own initial values: they come from a random generator whose state we do not control.
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    layers: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()
+    # There may be no output layer, or one that is tied.
+    for weight in {id(layer.weight): layer.weight for layer in layers if layer is not None}.values():
+        # float32: a sum over 150,000 rows in bfloat16 would be far off.
+        rows = weight[:known].float()
+        noise = torch.randn(len(new_ids), rows.shape[1], generator=torch.Generator().manual_seed(seed))
+        average, starts = rows.mean(0), like or {}
+        means = [rows[list(starts[number])].mean(0) if number in starts else average for number in new_ids]
+        values = torch.stack(means) + NOISE * rows.std(0) * noise.to(rows.device)
+        weight[torch.tensor(new_ids, device=weight.device)] = values.to(weight.dtype)
+
+
+def row_targets(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[int]] | None:
+    """The rows to train by the name of their layer, for peft. ModelError where the output layer has a bias."""
+    if not ids:
+        return None
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(
+            "the rows of added tokens cannot be trained next to a bias of the output layer",
+            place="model.added_tokens",
+            fix="model.lora: null",
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    # With tied weights peft lets the output layer read the rows of the embeddings.
+    layers = [embedding] if model.config.tie_word_embeddings or head is None else [embedding, head]
+    return {names[id(layer)]: sorted(ids) for layer in layers}

@@ -128,8 +128,15 @@ def complete(
     return texts
 
 
-def record(policy: CausalLM, texts: Sequence[Text]) -> PolicyRecord:
-    """What the policy says at every position of the texts."""
+def record_completions(
+    policy: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int
+) -> PolicyRecord:
+    """The policy's completions of the prompts, greedy and sampled, and what it says at every position of them."""
+    texts = [
+        text
+        for greedy in (True, False)
+        for text in complete(policy, tokenizer, prompts, max_new_tokens, greedy=greedy, sampling=Sampling())
+    ]
     top, said = [], []
     with _largest_value(policy) as largest:
         for text in texts:
@@ -137,7 +144,7 @@ def record(policy: CausalLM, texts: Sequence[Text]) -> PolicyRecord:
             # One token less than there are, so that "all others" is never empty.
             top.append(logps.topk(min(TOP, logps.shape[1] - 1)).indices)
             said.append(_position(logps, text, top[-1]))
-    return PolicyRecord(list(texts), top, said, largest[0])
+    return PolicyRecord(texts, top, said, largest[0])
 
 
 def distance(model: CausalLM, of: PolicyRecord) -> Distance:
@@ -175,7 +182,7 @@ def _position(logps: Float[Tensor, "T V"], text: Text, top: Int[Tensor, "T K"]) 
 
 @contextmanager
 def _largest_value(model: nn.Module) -> Iterator[list[float]]:
-    """A list of one number: the largest absolute value among the inputs and outputs of all layers inside the block."""
+    """A list of one number: the largest absolute value that goes into or comes out of a layer inside the block."""
     largest = [0.0]
 
     def look(_: nn.Module, given: object, out: object) -> None:
@@ -204,7 +211,7 @@ class Shares:
 
 @torch.no_grad()
 def weight_shares(policy: CausalLM, base: nn.Module | None, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, Shares]:
-    """Share of the change of the weights that is left after rounding: in all of them together, and in each.
+    """Share of the change of the weights that is left after rounding.
 
     A weight W was to become W + D, and becomes W + E. Its share is <E, D> / <D, D>, the part of E in the direction of D: rounding
     noise has no direction and does not count. A share of 1.1 is as wrong as one of 0.9, and counts as that. `base` is what a

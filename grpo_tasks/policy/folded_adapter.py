@@ -20,19 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from grpo_tasks.policy.token_rows import FoldedRows
-
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
 
 
 def causal_model(model: CausalLM) -> PreTrainedModel:
-    """The causal language model itself, without PEFT's wrapper."""
+    """The model without PEFT's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def decoder_of(model: CausalLM) -> nn.Module:
-    """The layers below the language-model head: they return hidden states instead of the much larger logits."""
+    """The layers below the language-model head, which return hidden states instead of the much larger logits."""
     causal = causal_model(model)
     decoder: nn.Module | None = getattr(causal, causal.base_model_prefix, None)
     if decoder is None:
@@ -74,10 +72,28 @@ class LowRankLinear(nn.Module):
         self.up.copy_(torch.cat(ups, dim=1))
 
     def forward(self, given: Float[Tensor, "*N in"]) -> Float[Tensor, "*N out"]:
-        """The layer's output."""
+        """The adapted layer."""
         low = functional.linear(given, self.down)
         weight = self.weight.t() if self.transposed else self.weight
         return functional.linear(given, weight, self.bias) + functional.linear(low, self.up)
+
+
+class FoldedRows:
+    """Keeps `weight` equal to the weight of an adapted layer, with its trained rows in their places."""
+
+    def __init__(self, source: TrainableTokensWrapper) -> None:
+        self._source = source
+        self.weight = nn.Parameter(source.original_module.weight.detach().clone(), requires_grad=False)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the trained rows; all others never change."""
+        layer: Any = self._source.token_adapter
+        for adapter in layer.active_adapters:
+            rows: Tensor = layer.trainable_tokens_delta[adapter]
+            # copy, not a new tensor: views of the weight see the new rows (fused_decoder.py).
+            index = torch.tensor(layer.token_indices[adapter], device=self.weight.device)
+            self.weight.index_copy_(0, index, rows.detach().to(self.weight))
 
 
 def stays_apart(layer: LoraLinear) -> bool:

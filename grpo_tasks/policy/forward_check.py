@@ -1,10 +1,14 @@
-"""The model's own forward pass is the truth: what it says, and whether the trainer and the sampler say the same.
+"""The model's own forward pass is the truth. Trainer and sampler take the fastest way that says the same on made-up rows:
 
-    made-up rows --model(row) as transformers runs it-------------------------> log-probabilities, entropies  = truth
-                 --trainer: packed or plain layout (grpo/policies.py)---------> the same within a tolerance, or another way
-                 --sampler: shared, ragged, cached steps (rollout/local.py)---> the same within a tolerance, or another way
+    who       ways, the fastest first                                      chosen by
+    trainer   packed, plain layout (logprobs.py)                           `_fitting_layout` in grpo/policies.py
+    sampler   prompts shared and steps fused, shared; repeated; of equal   `_fitting_state` in rollout/local.py
+              length only
+    both      attention of packed rows: CPU, varlen, masked                `PackedAttention.attend`, by device and precision
+              layers: lean where their class gives the same numbers        `use_lean_layers` (lean_layers.py), else peft's
+              adapter: folded in float32, apart in 16 bits                 `stays_apart` (folded_adapter.py)
 
-"As transformers runs it": one unpadded row at a time, eager attention, no cache, the layers that transformers built, and
+The truth is of one unpadded row at a time, with eager attention, without a cache, by the layers that transformers built, and with
 whatever the model does after its head. A new adapter starts at zero and would hide its own faults, so for the check it gets
 seeded weights, and its own back afterwards, to the bit.
 """
@@ -81,7 +85,7 @@ class CheckRows:
         )
 
     def by_prompt(self) -> "list[CheckRows]":
-        """The rows of each prompt, which need no padding beside each other's prompts."""
+        """The rows of each prompt, which need no padding."""
         groups = [[row for row, prompt in enumerate(self.prompt_of) if prompt == number] for number in range(len(self.prompts))]
         return [
             CheckRows([self.prompts[number]], [self.completions[row] for row in rows], [0] * len(rows))
@@ -100,14 +104,14 @@ def _special_ids(config: Mapping[Any, Any]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class ForwardScores:
-    """Log-probability and entropy (nats) of the tokens of each completion."""
+    """Log-probabilities and entropies (nats) of the tokens of each completion."""
 
     logps: list[Float[Tensor, " _"]]
     entropies: list[Float[Tensor, " _"]]
 
     @classmethod
     def of_logits(cls, logits: Sequence[Float[Tensor, "_ V"]], completions: Sequence[Sequence[int]]) -> "ForwardScores":
-        """Those of the distributions with these logits, one for each token of each completion."""
+        """Of logits for each token of each completion."""
         logps, entropies = [], []
         for each, tokens in zip(logits, completions, strict=True):
             logp = each.float().log_softmax(-1)
@@ -151,7 +155,8 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
         for module, _ in changed:
             module.__class__ = published_class(module)
         try:
-            logits = _true_logits(model, rows)
+            pairs = zip(rows.prompt_of, rows.completions, strict=True)
+            logits = [_true_logits(model, rows.prompts[prompt], completion) for prompt, completion in pairs]
         finally:
             for module, lean in changed:
                 module.__class__ = lean
@@ -159,31 +164,29 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
     return ForwardScores.of_logits([each / temperature for each in logits], rows.completions)
 
 
-def _true_logits(model: CausalLM, rows: CheckRows) -> list[Float[Tensor, "_ V"]]:
-    logits = []
+def _true_logits(model: CausalLM, prompt: list[int], completion: list[int]) -> Float[Tensor, "_ V"]:
+    """After the prompt's last token, and after all of the completion's tokens but the last."""
+    ids = torch.tensor([prompt + completion], device=model.device)
     # For models that cannot, the logits of all tokens are computed; the last ones are the same.
     keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
-    for prompt_row, completion in zip(rows.prompt_of, rows.completions, strict=True):
-        ids = torch.tensor([rows.prompts[prompt_row] + completion], device=model.device)
-        # The logits after the prompt's last token and after all of the completion's tokens but the last.
-        try:
-            out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
-            raise ModelError(
-                f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
-                f"text: {type(error).__name__}: {str(error)[:200]}",
-                place="model.path, model.lora.target_modules",
-                fix="name the layers of the adapter one by one, or another model",
-            ) from error
-        logits.append(out.logits[0, -len(completion) - 1 : -1])
+    try:
+        out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
+        raise ModelError(
+            f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
+            f"text: {type(error).__name__}: {str(error)[:200]}",
+            place="model.path, model.lora.target_modules",
+            fix="name the layers of the adapter one by one, or another model",
+        ) from error
+    logits: Tensor = out.logits[0, -len(completion) - 1 : -1]
     return logits
 
 
 @contextmanager
 def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[None]:
-    """Puts the attention of a config and its parts back at the end; with a name, another one is used until then."""
+    """Restores the attention of a config and its parts at the end; with a name, another one is used until then."""
     parts = [config, *(part for key in config.sub_configs if (part := getattr(config, key, None)) is not None)]
     before = [part._attn_implementation_internal for part in parts]
     try:
@@ -197,7 +200,7 @@ def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[Non
 
 @contextmanager
 def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str) -> Iterator[float]:
-    """Give the active adapter seeded weights for a while, and then its own back.
+    """Gives the active adapter seeded weights for a while.
 
     Yields how far they move the policy on these rows: 0 without an adapter, inf where it is certainly far enough: for base
     weights in float32 the tolerance is so small that nothing has to be tried.

@@ -1,4 +1,4 @@
-"""Layers of the trained policy that keep less for the backward pass. Up to rounding they give the numbers of those they replace.
+"""Layers of the trained policy that keep and compute less. Up to rounding they give the numbers of those they replace.
 
     LeanAdapter    a LoRA layer that computes in the precision of its input, and keeps the input and x A^T
     LeanNorm       an RMS norm, in one kernel on CUDA; keeps its input and 1 / rms
@@ -8,6 +8,15 @@ In bfloat16 they save 60 % of what a pass keeps for each token. An instance chan
 and hooks stay; a norm or an MLP is replaced only if its class gives the same numbers on a small example. torch.compile gets the
 original layer. L counts tokens, I and O inputs and outputs of a layer, r the rank. Shapes stand in comments, because
 torch.compile cannot read the checks that annotations become in the tests.
+
+In passes over a packed row, the last layer computes only what is read (`predict_only`):
+
+    token of the row         all layers but the last    the last layer
+    predicts a token         everything                 everything
+    any other, of a prompt   everything                 its key and its value
+
+The others' queries, output projection and MLP would cost a pass forward, and one backward with gradients of zero. What a linear
+layer or gated MLP leaves out is 0, and nothing reads it. Norms and residual sums are left as they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +28,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-_silu_backward, _gelu_backward = torch.ops.aten.silu_backward, torch.ops.aten.gelu_backward
+from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.policy.folded_adapter import CausalLM, decoder_of
 
+_silu_backward, _gelu_backward = torch.ops.aten.silu_backward, torch.ops.aten.gelu_backward
 
 CPU = torch.device("cpu")
 """Where the small examples are computed, whatever the default device is."""
@@ -115,7 +126,7 @@ class AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Gradients of x, A and B; the adapter's have its precision."""
+        """Gradients of x, A and B, these in the adapter's precision."""
         x, inner, weight, a, b = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         d_inner, d_a, d_b = _low_rank_backward(rows, x.flatten(0, -2), inner, b, ctx.scale)
@@ -138,7 +149,7 @@ def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, d_inner: Tensor, a: Tensor) -> Tensor:
-    """Gradient of the input x [L, I] of `_adapted`, from those of its two results."""
+    # Of x [L, I], from the gradients of both results of `_adapted`.
     return (grad @ weight).addmm_(d_inner, a)
 
 
@@ -156,7 +167,7 @@ class AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Gradients of y, x, A and B; the adapter's have its precision."""
+        """Gradients of y, x, A and B."""
         x, inner, a, b = ctx.saved_tensors
         d_inner, d_a, d_b = _low_rank_backward(grad.flatten(0, -2), x.flatten(0, -2), inner, b, ctx.scale)
         # The first layer reads embeddings, which need no gradient.
@@ -206,7 +217,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Gradients of x and of the weight."""
+        """Gradients of x, and of the weight where it is trained."""
         x, weight, inverse = ctx.saved_tensors
         return *norm_backward(grad, x, weight, inverse, trained=ctx.needs_input_grad[1]), None
 
@@ -317,7 +328,7 @@ class GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        """The product, shaped like both."""
+        """[*batch, I], as both."""
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return ACTIVATIONS[activation][0](gate) * up
@@ -363,3 +374,87 @@ class GatedDown(torch.autograd.Function):
         d_product = _input_gradient(rows, weight, d_inner, a).view(gate.shape)
         d_gate, d_up = slope(d_product * up, gate), d_product * active
         return d_gate, d_up, None, None, None, d_a.to(ctx.trained), d_b.to(ctx.trained), None
+
+
+def predict_only(model: CausalLM) -> None:
+    """Let the last layer leave out what nothing reads, in place; only in passes over a packed row."""
+    layers = getattr(decoder_of(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return
+    for name, module in list(layers[-1].named_modules()):
+        # A mixture of experts sorts the tokens by expert, so it is left as it is. Projections without an adapter stay what they
+        # are, because fused decoding reads them.
+        adapted = name in ("self_attn.q_proj", "self_attn.o_proj") and adapts_linear(module)
+        if adapted or (name == "mlp" and isinstance(module, LeanMlp)):
+            module.__class__ = subclass_of(type(module), PredictingTokens)
+
+    def begin(layer: nn.Module, _: tuple[Any, ...], options: dict[str, Any]) -> None:
+        attention = options.get("shared_prompt")
+        if isinstance(attention, PackedAttention):
+            _narrow(layer, attention.predicting)
+
+    # Hooks of the layer and no block around the pass: with gradient checkpointing the layer runs again in the backward pass.
+    layers[-1].register_forward_pre_hook(begin, with_kwargs=True)
+    layers[-1].register_forward_hook(lambda layer, *_: _narrow(layer, None), always_call=True)
+
+
+def _narrow(layer: nn.Module, places: Tensor | None) -> None:
+    # The compiler would compile the layer anew for each number of tokens.
+    if not torch.compiler.is_compiling():
+        for module in layer.modules():
+            if isinstance(module, PredictingTokens):
+                module.places = places
+
+
+class PredictingTokens:
+    """A layer that works token by token, for some tokens of the row."""
+
+    places: Tensor | None = None
+    """[R] different places in the row; None for all of it."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer of x [1, L, H] at the places, and 0 elsewhere."""
+        places = self.places
+        if places is None:
+            everywhere: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return everywhere
+        found = super().forward(_Take.apply(x[0], places)[None], *args, **kwargs)  # type: ignore[misc]
+        put: Tensor = _Put.apply(found[0], places, x.shape[1])
+        return put[None]
+
+
+class _Take(torch.autograd.Function):
+    """Some rows of a matrix. The gradient is `_Put`: without repeated rows there is nothing to add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        """[L, H] -> [R, H]."""
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """[R, H] -> [L, H]."""
+        (places,) = ctx.saved_tensors
+        return _put(grad, places, ctx.length), None
+
+
+class _Put(torch.autograd.Function):
+    """Rows in their places between rows of zeros, the inverse of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, length: int) -> Tensor:
+        """[R, H] -> [L, H]."""
+        ctx.save_for_backward(places)
+        return _put(rows, places, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """[L, H] -> [R, H]."""
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+def _put(rows: Tensor, places: Tensor, length: int) -> Tensor:
+    return rows.new_zeros(length, rows.shape[1]).index_copy_(0, places, rows)

@@ -27,13 +27,11 @@ from transformers import (
 
 from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
-from grpo_tasks.policy.adapter_targets import add_adapter
+from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.last_layer import predict_only
-from grpo_tasks.policy.lean_layers import use_lean_layers
+from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
-from grpo_tasks.policy.token_rows import row_targets, widen
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
@@ -83,10 +81,7 @@ def load_errors(what: str, place: str) -> Iterator[None]:
 def load_tokenizer(
     ref: ModelRef, config: ModelConfig | None = None, template: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base weights: pads on the left and has a pad token. ModelError where it cannot be loaded.
-
-    The added tokens of `config` belong to its own model only: models made from it have those that they were saved with.
-    """
+    """The tokenizer of the base weights: pads on the left and has a pad token. ModelError where it cannot be loaded."""
     with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
     if config is not None and adds_tokens(ref, config):
@@ -184,7 +179,7 @@ def load_policy(
 
 
 def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -> PeftModel:
-    """The base with a saved adapter on top; ModelError where it cannot be loaded, or not all of it."""
+    """The base with a saved adapter; ModelError where it cannot be loaded, or not all of it."""
     with load_errors("the adapter", str(adapter)):
         policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable)
         saved = load_peft_weights(str(adapter), device="cpu")
@@ -222,7 +217,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
 
 
 def new_policy(base: PreTrainedModel, config: ModelConfig, trained_ids: Sequence[int] = ()) -> CausalLM:
-    """The base with a new adapter and the trained rows of some added tokens, or with all weights to be trained."""
+    """The base with a new adapter and trained rows of added tokens, or with all weights to be trained."""
     lora = config.lora
     if lora is None:
         return _for_training(base.float().requires_grad_(True), config)
@@ -253,7 +248,7 @@ def checkpoint_layers(model: CausalLM) -> None:
 
 
 def compile_layers(model: CausalLM) -> None:
-    """Compile the decoder layers with torch.compile, for any batch size and length; they are compiled when they first run."""
+    """Compile the decoder layers for any batch size and length, when they first run."""
     for module in model.modules():
         if type(module).__name__ in (causal_model(model)._no_split_modules or ()):
             module.compile(dynamic=True)
@@ -324,7 +319,7 @@ def trains_rows(model: PeftModel) -> bool:
 
 
 def save_for_server(model: PreTrainedModel, directory: Path, *, untie: bool) -> None:
-    """Write a model without an adapter for a rollout server; with `untie` the output layer is stored apart from tied embeddings.
+    """Write a model without an adapter for a rollout server; with `untie` the output layer apart from tied embeddings.
 
     vLLM on a CPU multiplies with a packed copy of the output layer, and reloads it only if the layer has a weight of its own in
     the files.

@@ -24,14 +24,13 @@ from grpo_tasks.attention.shared_prompt import PackedRow, no_mask, use_shared_pr
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
 Layout = Literal["packed", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
-"""Largest number of logits that exist at once on a CPU (64 MiB in float32)."""
+"""Most logits that exist at once on a CPU (64 MiB in float32)."""
 CHUNK_ELEMENTS_GPU = 64 * 2**20
-"""The same on other devices (256 MiB): a GPU waits for the launch of each kernel, and small chunks need many."""
+"""On other devices (256 MiB): a GPU waits for the launch of each kernel, and small chunks need many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def completion_logprobs(
     entropy_gradients: bool = False,
     count_hits: bool = False,
 ) -> TokenScores:
-    """Score every token of N completions of P prompts, at the temperature at which they were sampled.
+    """Score every token of the completions, at the temperature at which they were sampled.
 
     UnsupportedError where the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
@@ -144,14 +143,8 @@ def score_tokens(
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-probabilities of M tokens and entropies of their distributions (nats, float32), from the hidden states before them.
 
-    Args:
-        head: from hidden states to logits, [m, H] -> [m, V], token by token; `out_features` is V.
-        hidden: the hidden state that predicts each token.
-        targets: the token ids.
-        temperature: divides the logits.
-        entropy_gradients: let gradients flow through the entropies.
-        hits: gets 1 for each token that the head ranks first, and 0 for the others.
-        chunk_elements: largest number of logits that exist at once, in the backward pass too.
+    The head makes logits [m, V] of hidden states [m, H], token by token; its `out_features` is V. `hits` gets 1 for each token
+    that the head ranks first, and 0 for the others. At most `chunk_elements` logits exist at once, in the backward pass too.
     """
     rows = max(1, chunk_elements // cast(int, head.out_features))
     frozen = not any(parameter.requires_grad for parameter in head.parameters())
@@ -183,7 +176,6 @@ def score_tokens(
 
 
 def _split(hits: Float[Tensor, " M"] | None, targets: Int[Tensor, " M"], rows: int) -> "list[Tensor] | list[None]":
-    """Views of the hits, chunk by chunk; None for each chunk where nobody asked for them."""
     return list(hits.split(rows)) if hits is not None else [None for _ in targets.split(rows)]
 
 
@@ -246,7 +238,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class OwnHead(nn.Module):
-    """What a causal language model computes from its decoder's output; has the parameters of all but the decoder.
+    """What a causal language model computes from its decoder's output.
 
     Between hidden states and logits stands more than a linear layer: Granite and Cohere scale, Gemma caps, MiniCPM3 scales the
     hidden states. A copy of these formulas is wrong for the next model and says nothing about it, so there is none.
@@ -258,8 +250,8 @@ class OwnHead(nn.Module):
         children = dict(causal.named_children())
         [name] = [name for name, child in children.items() if child is decoder]
         self.rest = nn.ModuleDict({f"{key}_": child for key, child in children.items() if key != name})
-        head: Any = plain_layer(causal.get_output_embeddings() or causal.get_input_embeddings())
-        self.out_features: int = len(head.weight)
+        head: Any = causal.get_output_embeddings() or causal.get_input_embeddings()
+        self.out_features: int = len((head.original_module if isinstance(head, TrainableTokensWrapper) else head).weight)
         """V, the number of logits of a token."""
         self._decoder = _Given(decoder)
         # The same model with another decoder. It shares all else: weights that FSDP gathers are there when they are gathered.
@@ -281,7 +273,7 @@ class OwnHead(nn.Module):
 
 
 class _Given(nn.Module):
-    """A decoder whose output is known; it has the attributes of the real one, such as Falcon H1's multiplier of the logits."""
+    """A decoder whose output is known, with the attributes of the real one, such as Falcon H1's multiplier of the logits."""
 
     hidden: Tensor | None = None
 
@@ -302,7 +294,7 @@ class _Given(nn.Module):
 
 
 class _Output(tuple[Any, ...]):
-    """The output of a decoder that computed nothing but hidden states; read by name or by number, as models do."""
+    """A decoder's output of hidden states alone; read by name or by number, as models do."""
 
     __slots__ = ()
 
@@ -314,11 +306,22 @@ class _Output(tuple[Any, ...]):
 
 
 class _Rows(nn.Module):
-    """An output layer with trained rows of added tokens, without peft's copy of its weight."""
+    """An output layer with trained rows of added tokens.
+
+    peft's own forward pass copies the weight [V, H] for every chunk of tokens; here only the logits of the trained rows are
+    computed twice.
+    """
 
     def __init__(self, head: TrainableTokensWrapper) -> None:
         super().__init__()
         self.__dict__["head"] = head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return logits_of(self.__dict__["head"], hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
+        head: Any = self.__dict__["head"]
+        plain, adapter, given = head.original_module, head.token_adapter, hidden.flatten(0, -2)  # [m, H]
+        logits: Tensor = plain(given)  # [m, V]
+        for name in () if head.disable_adapters else adapter.active_adapters:
+            rows = adapter.trainable_tokens_delta[name].to(plain.weight.dtype)  # [R, H]
+            index = torch.tensor(adapter.token_indices[name], device=logits.device)
+            logits = logits.index_copy(1, index, torch.nn.functional.linear(given, rows).to(logits.dtype))
+        return logits.view(*hidden.shape[:-1], -1)

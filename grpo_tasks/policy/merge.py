@@ -24,18 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
-from grpo_tasks.policy.change import (
-    KEPT,
-    Distance,
-    PolicyRecord,
-    Shares,
-    changes,
-    complete,
-    distance,
-    kept,
-    record,
-    weight_shares,
-)
+from grpo_tasks.policy import change
+from grpo_tasks.policy.change import KEPT, Distance, PolicyRecord, Shares, distance
 from grpo_tasks.policy.chat import completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
@@ -47,7 +37,6 @@ from schemas.results.model import (
     MergeSpec,
     ModelRef,
     RefusedPrecision,
-    Sampling,
     percent,
 )
 
@@ -72,7 +61,7 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Fingerprint:
-    """Two numbers that differ where two weights differ, so that the first need not be kept."""
+    """Two numbers that differ where two weights differ, so that a weight need not be kept."""
 
     norm: float
     mark: float
@@ -86,13 +75,13 @@ class _Fingerprint:
         return cls(torch.linalg.vector_norm(values, dtype=torch.float64).item(), (left @ (values @ right)).item())
 
     def difference(self, other: "_Fingerprint | None") -> float:
-        """How far another one is from this, over the norm; infinite where there is none."""
+        """From another one, over the norm; infinite where there is none."""
         if other is None:
             return math.inf
         return max(abs(other.norm - self.norm), abs(other.mark - self.mark)) / max(self.norm, 1e-12)
 
     def named(self, name: str, other: "_Fingerprint | None") -> str:
-        """What differs, for a message."""
+        """For a message."""
         if other is None:
             return f"{name} (missing)"
         if abs(other.norm - self.norm) <= _SAME * self.norm:
@@ -115,9 +104,8 @@ class _Evidence:
 def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFigures:
     """Merge, save to `directory`/model, reload and compare; returns the figures of the proof.
 
-    Raises:
-        MergeError: the merged or the reloaded model differs from base + adapter, or the precision that the config names keeps too
-            little of what training changed.
+    MergeError where the merged or the reloaded model differs from base + adapter, or the precision that the config names keeps
+    too little of what training changed.
     """
     tokenizer = load_tokenizer(spec.ref, spec.model, spec.chat_template_kwargs)
     evidence, merged = _measured_merge(spec, tokenizer, device)
@@ -148,27 +136,22 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
 def _measured_merge(
     spec: MergeSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[_Evidence, CausalLM | None]:
-    """The evidence, and the policy merged in float32."""
     policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
     prompts = [prompt_ids(tokenizer, chat) for chat in spec.prompts]
-    texts = [
-        text
-        for greedy in (True, False)
-        for text in complete(policy, tokenizer, prompts, spec.max_new_tokens, greedy=greedy, sampling=Sampling())
-    ]
-    said, dtypes = record(policy, texts), [getattr(torch, name) for name in PRECISIONS]
+    said = change.record_completions(policy, tokenizer, prompts, spec.max_new_tokens)
+    dtypes = [getattr(torch, name) for name in PRECISIONS]
     if isinstance(policy, PeftModel):
         with policy.disable_adapter():
             base = distance(policy, said)
-        found = weight_shares(policy, None, dtypes)
+        found = change.weight_shares(policy, None, dtypes)
     else:
         # Trained in full, which took several copies of the weights in float32; two are less. In model.dtype first: so it started.
         started = load_base(ModelRef(path=spec.model.path, revision=spec.model.revision), spec.model, device=device).float()
-        base, found = distance(started, said), weight_shares(policy, started, dtypes)
+        base, found = distance(started, said), change.weight_shares(policy, started, dtypes)
         del started
     # Each adapted weight as it must be after the merge; none of a model that was trained in full.
-    changed = changes(policy, None) if isinstance(policy, PeftModel) else ()
-    expected = {name: _Fingerprint.of(weight + change) for name, weight, change in changed if name.endswith(".weight")}
+    changed = change.changes(policy, None) if isinstance(policy, PeftModel) else ()
+    expected = {name: _Fingerprint.of(weight + delta) for name, weight, delta in changed if name.endswith(".weight")}
     merged = _merged(policy)
     exact = distance(merged, said)
     shares = {name: found[getattr(torch, name)] for name in PRECISIONS}
@@ -189,7 +172,7 @@ def _merged(policy: CausalLM) -> CausalLM:
 
 
 def _unfit(dtype: MergedDtype, evidence: _Evidence) -> RefusedPrecision | None:
-    """Why a precision cannot hold the policy, by its weights and activations alone; None when they allow it."""
+    """Why a precision cannot hold the policy, by its weights and activations alone."""
     share = evidence.shares[dtype].total
     largest = evidence.record.largest * HEADROOM
     if dtype == "float16" and not largest <= FLOAT16_LARGEST:
@@ -215,7 +198,7 @@ def _compared(
     _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
-    share, weights = kept(found, evidence.base), evidence.shares[dtype].total
+    share, weights = change.kept(found, evidence.base), evidence.shares[dtype].total
     close = found.mean <= tolerance
     # float32 is the end of the line, and its arithmetic alone is a large part of a change of a few millionths of a nat.
     enough = share >= KEPT or (dtype == "float32" and close)
@@ -257,7 +240,7 @@ def _answers_of_users(
 ) -> list[GreedyAnswer]:
     """What a user of the files gets, who sets nothing but the length; refused where the training would have gone on otherwise."""
     given, trained = (
-        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
+        change.complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
         for sampling in (None, spec.sampling)
     )
     if given != trained:

@@ -43,7 +43,7 @@ def is_sharded(model: CausalLM) -> bool:
 
 
 def forward_pass(model: CausalLM, work: Callable[[], Output]) -> Output:
-    """Run `work`, which returns tensors, as one forward pass of the model."""
+    """Run `work` as one forward pass of the model."""
     if not is_sharded(model):
         return work()
     output: Output = getattr(causal_model(model), _METHOD)(work)
@@ -89,7 +89,7 @@ class GatheredPolicy:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the trained weights; frozen weights are copied only the first time."""
+        """Copy the trained weights, and the first time the frozen ones."""
         for unit, pairs in self._pairs.items():
             # One unit at a time, so that at most one layer is gathered at a time.
             unit.unshard()

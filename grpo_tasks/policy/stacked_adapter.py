@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_tasks.content.model_files import saved_dtype
-from grpo_tasks.policy.change import KEPT, Distance, complete, distance, kept, record
+from grpo_tasks.policy.change import KEPT, Distance, distance, kept, record_completions
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_errors, load_policy, load_tokenizer, order_modules
 from grpo_tasks.policy.merge import MEAN_TOLERANCE
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError, ModelError
 from schemas.paths import resolve
-from schemas.results.model import PROOF_TOKENS, ModelRef, Sampling, percent
+from schemas.results.model import PROOF_TOKENS, ModelRef, percent
 
 WEIGHTS = "adapter_model.safetensors"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -115,12 +115,7 @@ def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, p
     tokenizer = load_tokenizer(ModelRef(path=str(merged)))
     ids = [prompt_ids(tokenizer, list(chat)) for chat in prompts]
     model = load_policy(policy, config, device=_CPU, dtype="float32")
-    texts = [
-        text
-        for greedy in (True, False)
-        for text in complete(model, tokenizer, ids, PROOF_TOKENS, greedy=greedy, sampling=Sampling())
-    ]
-    said = record(model, texts)
+    said = record_completions(model, tokenizer, ids, PROOF_TOKENS)
     del model
     found = []
     for other in (base.model_copy(update={"adapter": adapter}), base, ModelRef(path=str(merged))):

@@ -1,13 +1,18 @@
-"""Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy."""
+"""Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy.
+
+A child process merges, so that the memory of two models is free afterwards.
+"""
+
+import time
 
 from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.data.offered_tools import with_offered_tools
 from grpo_tasks.data.table import read_chats
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
+from grpo_tasks.processes.child import RESULT, SPEC, run_module
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, Sampling
+from schemas.results.model import PROOF_PROMPTS, PROOF_TOKENS, MergeFigures, MergeProof, MergeSpec, ModelRef, Sampling
 
 
 @step(
@@ -29,6 +34,17 @@ def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport
         system_prompt=config.merged_system_prompt,
         sampling=Sampling.of(config.rollout),
     )
-    proof = merge_and_prove(spec, work.directory, key=work.key)
+    began = time.perf_counter()
+    spec.save(work.directory / SPEC)
+    run_module("grpo_tasks.policy", work.directory)
+    figures = MergeFigures.load(work.directory / RESULT)
+    proof = MergeProof(
+        key=work.key,
+        directory=work.directory,
+        seconds=time.perf_counter() - began,
+        model=ModelRef(path=str(work.directory / "model"), sha256=figures.sha256),
+        policy=ref,
+        **figures.model_dump(),
+    )
     work.artifact("merge", "# Merge\n\n" + as_markdown(proof.sections()))
     return proof

@@ -102,6 +102,8 @@ class StructureNotes(Result):
     notes: list[str]
 
 
+PROOF_PROMPTS = 16
+"""Held-out prompts that the merged model is compared on."""
 PROOF_TOKENS = 64
 """Greedy tokens that a merge proof compares for each prompt, and that a published model must repeat."""
 

@@ -18,14 +18,13 @@ import torch
 
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.library import load_data, merge, train_stage
-from grpo_tasks.policy.change import complete, distance, kept, record, weight_shares
+from grpo_tasks.policy.change import distance, kept, record_completions, weight_shares
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport
-from schemas.results.model import PROOF_TOKENS, ModelRef
+from schemas.results.model import PROOF_PROMPTS, PROOF_TOKENS, ModelRef
 
 RUNS = (
     (1e-6, 1), (1e-6, 10), (1e-6, 50), (5e-6, 20), (1e-5, 3), (1e-5, 50), (1e-4, 3), (1e-4, 20), (1e-3, 3), (1e-3, 50),
@@ -41,8 +40,7 @@ def measured(config: RunConfig, model: ModelRef, data: DataReport) -> tuple[floa
     tokenizer = load_tokenizer(model, config.model, config.rollout.chat_template_kwargs)
     prompts = [prompt_ids(tokenizer, list(chat)) for chat in read_chats(data.eval, limit=PROOF_PROMPTS)]
     policy = load_policy(model, config.model, device=cpu, dtype="float32")
-    texts = [text for greedy in (True, False) for text in complete(policy, tokenizer, prompts, PROOF_TOKENS, greedy=greedy)]
-    said = record(policy, texts)
+    said = record_completions(policy, tokenizer, prompts, PROOF_TOKENS)
     with policy.disable_adapter():
         base = distance(policy, said)
     shares, found = weight_shares(policy, None, list(DTYPES.values())), {}

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.last_layer import predict_only
-from grpo_tasks.policy.lean_layers import use_lean_layers
+from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, shard
 from tests.attention.reference_kernel import masked_way

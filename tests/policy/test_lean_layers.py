@@ -1,4 +1,4 @@
-"""Layers that keep less against those of peft and transformers, for several architectures with random weights."""
+"""Layers that keep and compute less against those of peft and transformers, for several architectures with random weights."""
 
 import copy
 
@@ -8,9 +8,20 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from grpo_tasks.policy.lean_layers import AdaptedLinear, AddLowRank, LeanAdapter, LeanMlp, LeanNorm, use_lean_layers
+from grpo_tasks.attention import packed_attention as cpu_kernel
+from grpo_tasks.policy.lean_layers import (
+    AdaptedLinear,
+    AddLowRank,
+    LeanAdapter,
+    LeanMlp,
+    LeanNorm,
+    PredictingTokens,
+    predict_only,
+    use_lean_layers,
+)
+from grpo_tasks.policy.load import checkpoint_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
-from tests.attention.test_packed_attention import MODELS, make_batch, model_of
+from tests.attention.test_packed_attention import BATCHES, MODELS, make_batch, model_of
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -48,6 +59,10 @@ def replaced(model):
     return [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
 
 
+def left_out(model):
+    return [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, PredictingTokens)]
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     # Two layers of seven adapted linear layers, two norms (Qwen3 has two more for queries and keys, Gemma3 four more) and an MLP.
@@ -81,10 +96,12 @@ def test_every_kind_of_adapter_gives_its_numbers(settings):
     assert_same(results(model), before)
 
 
-def test_trained_norms_get_their_gradient():
+def test_full_fine_tuning_gives_the_same_gradients():
     model = model_of(MODELS["gemma3-window-16"]).train()
     before = results(model)
     use_lean_layers(model)
+    predict_only(model)
+    assert left_out(model) == ["mlp"]
     assert_same(results(model), before)
 
 
@@ -138,17 +155,6 @@ def test_a_norm_in_bfloat16_gives_the_numbers_of_the_one_it_replaces(name):
         assert (norm(x) - exact).abs().mean() < 1.01 * before
 
 
-def test_gradient_checkpointing_changes_no_bit():
-    model = adapted("qwen2")
-    use_lean_layers(model)
-    wanted = results(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    found = results(model)
-    assert torch.equal(found[0], wanted[0])
-    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
-
-
 def test_the_gradients_are_those_of_finite_differences():
     torch.manual_seed(0)
     x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (2, 5), (4, 2)))
@@ -172,3 +178,73 @@ def test_layers_are_replaced_once_and_stay_what_they_were():
     assert [type(module) for module in model.modules()] == kinds
     assert [kind.__name__ for kind in kinds] == names
     assert sum(isinstance(module, LoraLinear) for module in model.modules()) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("qwen2", ["q_proj", "o_proj", "mlp"]),
+        ("qwen3", ["q_proj", "o_proj", "mlp"]),
+        ("mistral-window-3", ["q_proj", "o_proj", "mlp"]),
+        ("phi3", ["o_proj"]),
+        ("qwen2moe-window-4", ["q_proj", "o_proj"]),
+    ],
+)
+def test_the_last_layer_gives_the_numbers_of_the_complete_one(name, wanted):
+    targets = {} if name != "qwen2moe-window-4" else {"target_modules": ["q_proj", "o_proj"]}
+    model = adapted(name, **targets)
+    use_lean_layers(model)
+    before = results(model)
+    predict_only(model)
+    assert left_out(model) == wanted
+    assert_same(results(model), before)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    model = adapted("qwen2")
+    use_lean_layers(model)
+    predict_only(model)
+    before = results(model)
+    checkpoint_layers(model)
+    after = results(model)
+    assert torch.equal(after[0], before[0])
+    assert all(torch.equal(after[1][name], grad) for name, grad in before[1].items())
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_only_tokens_that_predict_something_pass_through_the_last_mlp(kind):
+    model = adapted("qwen2")
+    use_lean_layers(model)
+    predict_only(model)
+    lengths = []
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+    _, _, batch = make_batch(kind)
+    completion_logprobs(model, batch, temperature=1.0)
+    assert lengths == [batch.packed.ids.shape[1], len(set(batch.packed.predictors.tolist()))]
+
+
+def test_a_pass_that_is_not_packed_computes_every_token():
+    model = adapted("qwen2").eval()
+    use_lean_layers(model)
+    ids = torch.arange(20).view(2, 10)
+    before = model(input_ids=ids).logits
+    predict_only(model)
+    _, _, batch = make_batch("mixed lengths")
+    completion_logprobs(model, batch, temperature=1.0)
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_on_a_cpu_the_last_layer_asks_with_last_tokens_only(monkeypatch):
+    model, (_, _, batch) = model_of(MODELS["qwen2"]), make_batch("equal lengths")
+    asked = []
+    kernel = cpu_kernel._flash
+
+    def watched(query, *rest, **options):
+        asked.append(query.shape[2])
+        return kernel(query, *rest, **options)
+
+    monkeypatch.setattr(cpu_kernel, "_flash", watched)
+    completion_logprobs(model, batch, temperature=1.0)
+    # In each layer the prompts, the own parts, and the own parts of a group beside each other to their prompt.
+    assert asked == [12, 5, 20, 1, 5, 20]

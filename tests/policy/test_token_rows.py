@@ -10,10 +10,10 @@ from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, save_for_server, save_trained, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.policy.token_rows import logits_of
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.model import MergeSpec, ModelRef
+from tests.attention.test_packed_attention import SMALL
 
 CPU = torch.device("cpu")
 TOKENS = ["<ask>", {"token": "<search>", "special": True}]
@@ -24,16 +24,7 @@ def untied(tmp_path_factory, tokenizer):
     """A model whose output layer has weights of its own, with more rows than tokens, as many models have."""
     folder = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL | {"vocab_size": 384}, tie_word_embeddings=False)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -126,19 +117,22 @@ def test_only_the_rows_of_added_tokens_are_trained_in_every_layout(trained, ref,
     found = completion_logprobs(trained, batch, temperature=1.0, layout=layout).logps
     wanted = trained(ids).logits[0, 3:-1].log_softmax(-1).gather(-1, ids[0, 4:, None]).squeeze(-1)
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+    with trained.disable_adapter(), torch.no_grad():
+        base = completion_logprobs(trained, batch, temperature=1.0, layout=layout).logps
+        plain = (
+            load_base(ref, config, device=CPU, token_seed=5)(ids)
+            .logits[0, 3:-1]
+            .log_softmax(-1)
+            .gather(-1, ids[0, 4:, None])
+            .squeeze(-1)
+        )
+    torch.testing.assert_close(base[0], plain, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(base[0], found[0], rtol=1e-4, atol=1e-4)
     parameters = list(rows.values())
     mine = torch.autograd.grad(found.sum(), parameters, retain_graph=True)
     for gradient, plain in zip(mine, torch.autograd.grad(wanted.sum(), parameters), strict=True):
         assert gradient.abs().sum() > 0
         torch.testing.assert_close(gradient, plain, rtol=1e-3, atol=1e-3)
-
-
-def test_the_output_layer_gives_what_pefts_gives(trained):
-    head = trained.get_base_model().get_output_embeddings()
-    hidden = torch.randn(5, head.original_module.weight.shape[1])
-    torch.testing.assert_close(logits_of(head, hidden), head(hidden))
-    with trained.disable_adapter():
-        torch.testing.assert_close(logits_of(head, hidden), head.original_module(hidden))
 
 
 def test_the_folded_copy_follows_the_trained_rows(trained, ref, config):
@@ -156,13 +150,6 @@ def test_the_folded_copy_follows_the_trained_rows(trained, ref, config):
     assert torch.equal(trained.get_base_model().get_input_embeddings().original_module.weight, before)
     tied = folded.model.get_input_embeddings().weight is folded.model.get_output_embeddings().weight
     assert tied == trained.config.tie_word_embeddings
-
-
-def test_with_the_adapter_off_the_policy_is_the_base(trained, ref, config):
-    ids, _ = sample(ref, config)
-    base = load_base(ref, config, device=CPU, token_seed=5)
-    with trained.disable_adapter():
-        torch.testing.assert_close(trained(ids).logits, base(ids).logits)
 
 
 def test_the_adapter_holds_its_rows_and_no_other_embedding(trained, ref, config, tmp_path):
