@@ -79,18 +79,15 @@ def _attention(
     if other or dropout:
         raise UnsupportedError(f"attention with {', '.join(other) or 'dropout'}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = _window_in_mask(module) if sliding_window is None else sliding_window
-    attended = shared_prompt.attend(module.layer_idx, query, key, value, scale, window)  # type: ignore[arg-type]
+    layer: Any = module
+    if sliding_window is None:
+        # Some models (Qwen2Moe, Phimoe) have the window of a layer in their mask alone, which is not built.
+        kinds = getattr(layer.config, "layer_types", None)
+        if kinds is None or kinds[layer.layer_idx] == "sliding_attention":
+            sliding_window = getattr(layer.config, "sliding_window", None) or None
+    attended = shared_prompt.attend(layer.layer_idx, query, key, value, scale, sliding_window)
     # transformers expects [N, T, H, D] back.
     return attended.transpose(1, 2), None
-
-
-def _window_in_mask(module: nn.Module) -> int | None:
-    """The window of a layer by its config: some models (Qwen2Moe, Phimoe) have it in their mask alone, which is not built."""
-    config: Any = module.config
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or kinds[module.layer_idx] == "sliding_attention"
-    return getattr(config, "sliding_window", None) or None if slides else None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -8,7 +8,7 @@ Bytes of a pass grow with its tokens and else depend on little, so two counted p
 here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -80,7 +80,21 @@ class StagePlan:
     @cached_property
     def standing(self) -> list[Item]:
         """What is there all the time. Bytes, as everywhere here."""
-        return [item for item in self._standing() if item.bytes]
+        policy, shards, width = self._policy, self._shards, _width(self.model.dtype)
+        frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+        complete = sum(parameter.numel() for parameter in policy.parameters())
+        trained = complete - sum(parameter.numel() for parameter in frozen)
+        sizes = {
+            "frozen weights": self._frozen_bytes(frozen) / shards,
+            "trained weights": trained * 4.0 / shards,
+            "gradients": trained * 4.0 / shards,
+            "optimizer": trained * OPTIMIZER_BYTES[self.stage.optim] / shards,
+            "gathered weights": self._gathered() if shards > 1 else 0,
+            "copy to sample from": self._copied() * self._sampled_width if self.rollout.engine == "local" else 0,
+            "reference model": complete * width if not isinstance(policy, PeftModel) and self.stage.has_kl_term else 0,
+            "vLLM server": self.rollout.vllm.gpu_memory_utilization * self.memory if self._server_beside else 0,
+        }
+        return [Item(what, size) for what, size in sizes.items() if size]
 
     @cached_property
     def sampling(self) -> list[Item]:
@@ -183,28 +197,6 @@ class StagePlan:
         return 4.0 if self.model.lora is None else _width(self.model.dtype)
 
     @property
-    def _trained(self) -> int:
-        return sum(parameter.numel() for parameter in self._policy.parameters() if parameter.requires_grad)
-
-    def _standing(self) -> Iterator[Item]:
-        policy, shards = self._policy, self._shards
-        frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
-        yield Item("frozen weights", self._frozen_bytes(frozen) / shards)
-        trained, optimizer = self._trained, OPTIMIZER_BYTES[self.stage.optim]
-        yield Item("trained weights", trained * 4.0 / shards)
-        yield Item("gradients", trained * 4.0 / shards)
-        yield Item("optimizer", trained * optimizer / shards)
-        width = _width(self.model.dtype)
-        if shards > 1:
-            yield Item("gathered weights", self._gathered())
-        if self.rollout.engine == "local":
-            yield Item("copy to sample from", self._copied() * self._sampled_width)
-        if not isinstance(policy, PeftModel) and self.stage.has_kl_term:
-            yield Item("reference model", sum(parameter.numel() for parameter in policy.parameters()) * width)
-        if self._server_beside:
-            yield Item("vLLM server", self.rollout.vllm.gpu_memory_utilization * self.memory)
-
-    @property
     def _server_beside(self) -> bool:
         vllm = self.rollout.vllm
         if self.rollout.engine != "vllm" or vllm.sleep or vllm.devices or vllm.base_urls:
@@ -217,8 +209,7 @@ class StagePlan:
         return vllm.replicas == 1 or torch.cuda.device_count() == vllm.replicas * vllm.tensor_parallel_size
 
     def _gathered(self) -> float:
-        """Bytes of the units that a sharded model holds complete at once (policy/sharded.py): what is outside the layers all the
-        time, and of the layers the present one, the one that is fetched next and the one that is sent last."""
+        """What a sharded model holds complete at once (policy/sharded.py): all outside the layers, and of the layers three."""
         causal, width = causal_model(self._policy), _width(self.model.dtype)
 
         def size(unit: nn.Module) -> float:
@@ -226,6 +217,7 @@ class StagePlan:
             return sum(each.numel() * (2 * 4.0 if each.requires_grad else width) for each in unit.parameters())
 
         layers = [size(module) for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
+        # The present one, the one that is fetched next and the one that is sent last.
         return size(causal) - sum(layers) + sum(sorted(layers)[-3:])
 
     def _frozen_bytes(self, frozen: list[nn.Parameter]) -> float:

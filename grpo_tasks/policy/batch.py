@@ -177,7 +177,7 @@ def token_batch(
     device: torch.device,
     share_starts: bool = False,
 ) -> TokenBatch:
-    """The batch of N completions and their prompts; with `share_starts` a common start is computed once."""
+    """The batch of completions and their prompts; with `share_starts` a common start is computed once."""
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
@@ -206,7 +206,7 @@ def token_batch(
 
 
 def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
-    """Rows of different lengths as one tensor of ids, 0 where padded, and one mask, at least one column wide."""
+    """Ids of rows of different lengths, 0 where padded, and their mask, at least one column wide."""
     lengths = [len(row) for row in rows]
     sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
     mask = columns >= len(columns) - sizes if left else columns < sizes  # [N, L]
@@ -215,7 +215,7 @@ def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"
 
 
 def fill(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N L"], dtype: torch.dtype) -> Shaped[Tensor, "N L"]:
-    """The numbers of each row in the cells of the mask, in their order, and 0 elsewhere."""
+    """The numbers of the rows in the cells of the mask, and 0 elsewhere."""
     filled = torch.zeros(mask.shape, dtype=dtype)
     # One tensor of all numbers: one for each row would take most of the time that it takes to assemble a batch.
     filled[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
@@ -241,7 +241,7 @@ class _Division:
 
 
 def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[Branch]:
-    """The division of the completions of a prompt with which the fewest tokens are computed; each branch repeats the prompt."""
+    """The division of the completions of a prompt that computes the fewest tokens; each branch repeats the prompt."""
     # The last token predicts nothing, so it is not computed and need not be shared.
     texts = [list(completion[:-1]) for completion in completions]
     order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -249,7 +249,7 @@ def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[B
 
     @cache
     def divided(places: tuple[int, ...], above: int | None, level: int) -> _Division:
-        """The best division of these places of the order, below a stem with `above` tokens of their start, if there is one."""
+        """The best division of these places, below a stem with `above` tokens of their start, if there is one."""
         if len(places) == 1 and above is not None:
             # A stem of its own would repeat the prompt for nothing. Most divisions are of one completion.
             return _Division(max(0, len(ordered[places[0]]) - above), above=[order[places[0]]])

@@ -25,7 +25,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, special: bool = False) -> str:
-    """Text of a completion with its whitespace unchanged; with `special` it includes special tokens (end of turn, padding)."""
+    """Text with its whitespace unchanged; with `special` it includes special tokens (end of turn, padding)."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 

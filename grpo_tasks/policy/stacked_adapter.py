@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StackProof:
-    """How well base + stack agrees with the policy on completions of held-out prompts."""
+    """How base + stack agrees with the policy on completions of held-out prompts."""
 
     prompts: int
     kept: float
@@ -92,7 +92,7 @@ def _config(folder: Path) -> LoraConfig:
 
 
 def _stack_layer(layer: str, configs: Sequence[LoraConfig], weights: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A [R, in] and B [out, R] of a layer. An adapter that leaves the layer out has zeros there, so that all layers share R."""
+    """A [R, in] and B [out, R]. An adapter that leaves the layer out has zeros there, so that all layers share R."""
     [shapes, *_] = [(given[layer + DOWN], given[layer + UP]) for given in weights if layer + DOWN in given]
     downs, ups = [], []
     for config, given in zip(configs, weights, strict=True):
@@ -104,12 +104,9 @@ def _stack_layer(layer: str, configs: Sequence[LoraConfig], weights: Sequence[di
 
 
 def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, prompts: list[list[dict[str, str]]]) -> StackProof:
-    """Compare base + stack, loaded by peft, with the policy on held-out chats, in float32 on a CPU.
+    """Compare base + stack with the policy on held-out chats, in float32 on a CPU; the merged model has the chat template.
 
-    The policy is the last adapter on the model that it was trained on. The merged model has the chat template of the training.
-
-    Raises:
-        MergeError: base + stack has less than 95 % of what training changed, or is not what was published.
+    MergeError where base + stack has less than 95 % of what training changed, or is not what was published.
     """
     config = ModelConfig(path=base.path, revision=base.revision)
     tokenizer = load_tokenizer(ModelRef(path=str(merged)))

@@ -27,7 +27,7 @@ OFFSET = 8
 
 
 def check_structure(spec: StructureSpec) -> list[str]:
-    """What to say about the model; ConfigError where the adapter or the lengths do not fit it."""
+    """Warnings about the model; ConfigError where the adapter or the lengths do not fit it."""
     model = empty_model(spec.path, spec.revision)
     if model is None:
         return []
@@ -55,9 +55,9 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
 
 
 def check_positions(model: PreTrainedModel, longest: int) -> str:
-    """A warning where the longest prompt and completion together have positions that the model was not trained on; else empty.
+    """A warning where prompt and completion together have positions that the model was not trained on; else empty.
 
-    ConfigError where the model has a table of positions, and it is shorter; or where its angles change beyond some length.
+    ConfigError where the model has a shorter table of positions, or where its angles change beyond some length.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

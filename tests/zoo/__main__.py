@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.zoo import table
 from tests.zoo.kinds import ZOO
-from tests.zoo.measure import measure
+from tests.zoo.measure import measure, write
 
 
 def main(arguments: list[str]) -> None:
@@ -26,7 +25,7 @@ def main(arguments: list[str]) -> None:
         if "-v" in arguments:
             print("      ", {what: f"{value:.2g}" for what, value in verdict.differences.items()}, flush=True)
         if "--write" in arguments:
-            table.write(verdict)
+            write(verdict)
 
 
 if __name__ == "__main__":

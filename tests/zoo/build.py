@@ -1,11 +1,7 @@
-"""Builds the models of the zoo: tiny, random, the same on every machine, with weights that make faults visible.
-
-python -m tests.zoo.build NAME FOLDER        writes one model as a folder that `model.path` can name
-"""
+"""Builds the models of the zoo: tiny, random, the same on every machine, with weights that make faults visible."""
 
 import dataclasses
 import shutil
-import sys
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -68,7 +64,3 @@ def save(name: str, folder: Path) -> None:
         whole.save_pretrained(folder)
     for file in TOKENIZER:
         shutil.copy(str(files("grpo_tasks.demo") / "base" / file), folder / file)
-
-
-if __name__ == "__main__":
-    save(sys.argv[1], Path(sys.argv[2]))

@@ -4,9 +4,12 @@
     slow       right, the slow way, with a warning
     refused    one sentence (schemas/errors.py), before any work
 
-`wrong` and `traceback` are faults of the pipeline. They never stand in the table.
+`wrong` and `traceback` are faults of the pipeline. They never stand in table.json, which has the verdict of each model as it was
+last measured; docs/models.md is made from it.
 """
 
+import json
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor
@@ -38,9 +42,19 @@ from schemas.config.stage import StageConfig
 from schemas.errors import Notice, UserError
 from schemas.results.model import ModelRef
 from tests.zoo import build, truth
-from tests.zoo.kinds import ATTENTION
+from tests.zoo.kinds import ATTENTION, LEFT_OUT, VARIANTS, ZOO
 from tests.zoo.truth import Row, Scores
 
+PATH = Path(__file__).parent / "table.json"
+
+MAIN = (
+    "qwen2", "qwen3", "qwen3_moe", "llama", "llama_llama3", "gemma2", "gemma3_text", "mistral", "phi3", "granite", "cohere2",
+    "smollm3", "olmo2", "gpt2", "nemotron",
+)  # fmt: skip
+"""Models of the families that people train; the others are measured in the long tests."""
+
+_FOLDER = re.compile(r"/\S+?/zoo-[\w-]+")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?= nats)")
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 TOLERANCE = 5e-3
@@ -267,3 +281,26 @@ def _merge(verdict: Verdict, adapted: PeftModel, ref: ModelRef, config: ModelCon
         )
     pairs = zip(wanted, found, strict=True)
     _compare(verdict, "merged", max((left.logps - right.logps).abs().max().item() for left, right in pairs))
+
+
+def row(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as a row of the table. Differences depend on the machine, and so are left out of the sentences."""
+    kind, _ = ZOO[verdict.name]
+    has = VARIANTS[verdict.name][1] if verdict.name in VARIANTS else ""
+    sentences = {_NUMBER.sub("...", _FOLDER.sub("FOLDER", sentence)) for sentence in verdict.sentences}
+    # The notice of a part that goes on says nothing about a run that is refused.
+    shown = {sentence for sentence in sentences if " fix: " in sentence} if verdict.refused else sentences
+    return {"type": kind, "has": has, "way": verdict.way, "sentences": sorted(shown)}
+
+
+def write(verdict: Verdict) -> None:
+    """Write the row of a model into the table."""
+    models = json.loads(PATH.read_text(encoding="utf-8"))["models"] if PATH.exists() else {}
+    models[verdict.name] = row(verdict)
+    table = {
+        "transformers": transformers.__version__,
+        "main": list(MAIN),
+        "models": {name: models[name] for name in ZOO if name in models},
+        "left_out": LEFT_OUT,
+    }
+    PATH.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
