@@ -1,6 +1,7 @@
 """Two adapters, one trained on the merged model of the other, as one adapter of the first base; peft is the reference."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,17 @@ def trained(ref, config, folder, seed, std=0.02):
     return ModelRef(path=str(folder / "model"))
 
 
-@pytest.fixture
-def chain(base_ref, tmp_path):
-    """Adapter folders, and the folder of the model after the second one."""
-    first = trained(base_ref, FIRST, tmp_path / "1", 3)
-    second = trained(first, SECOND.model_copy(update={"path": first.path}), tmp_path / "2", 4)
-    return [tmp_path / "1" / "adapter", tmp_path / "2" / "adapter"], second.path
+@pytest.fixture(scope="module")
+def chain(base_ref, tmp_path_factory):
+    """A folder with two adapters, 1/adapter and 2/adapter, and the models that they were merged into."""
+    folder = tmp_path_factory.mktemp("chain")
+    first = trained(base_ref, FIRST, folder / "1", 3)
+    trained(first, SECOND.model_copy(update={"path": first.path}), folder / "2", 4)
+    return folder
+
+
+def adapters_of(folder):
+    return [folder / "1" / "adapter", folder / "2" / "adapter"]
 
 
 def logits(model, prompts):
@@ -56,29 +62,23 @@ def logits(model, prompts):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_the_stack_over_the_base_has_the_last_models_logits(chain, base_ref, prompts, tmp_path):
-    adapters, merged = chain
-    assert stack_adapters(adapters, base_ref, tmp_path / "stack") == 10
+def test_the_stack_over_the_base_is_the_last_model_or_refused(chain, base_ref, prompts, tmp_path):
+    assert stack_adapters(adapters_of(chain), base_ref, tmp_path / "stack") == 10
     base = AutoModelForCausalLM.from_pretrained(resolve(base_ref.path), dtype=torch.float32)
     alone = logits(base, prompts)
     stacked = logits(PeftModel.from_pretrained(base, tmp_path / "stack").eval(), prompts)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), prompts)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(chain / "2" / "model", dtype=torch.float32), prompts)
     torch.testing.assert_close(stacked, wanted, rtol=1e-3, atol=1e-3)
     assert (alone - wanted).abs().max() > 0.5
-    proof = prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
+    proof = prove_stack(tmp_path / "stack", base_ref, last_policy(chain), chain / "2" / "model", CHATS)
     assert proof.kept > 0.99
     assert proof.stack.mean < 1e-4 < proof.base.mean
     assert proof.merged.mean < 1e-4
-
-
-@pytest.mark.long
-def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path):
-    adapters, _ = chain
-    stack_adapters(adapters, base_ref, tmp_path / "stack")
+    # Another policy is refused.
     file = tmp_path / "stack" / "adapter_model.safetensors"
     save_file({name: -tensor if "lora_B" in name else tensor for name, tensor in load_file(file).items()}, file)
     with pytest.raises(MergeError, match="of what training changed") as refused:
-        prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
+        prove_stack(tmp_path / "stack", base_ref, last_policy(chain), chain / "2" / "model", CHATS)
     assert refused.value.fix
 
 
@@ -90,14 +90,13 @@ def test_an_adapter_over_a_lossy_first_merge_is_refused(base_ref, tmp_path):
     assert saved_dtype(Path(start.path)) == "float32"
     AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.bfloat16).save_pretrained(start.path)
     trained(start, SECOND.model_copy(update={"path": start.path}), tmp_path / "2", 4, std=1e-4)
-    stack_adapters([tmp_path / "1" / "adapter", tmp_path / "2" / "adapter"], base_ref, tmp_path / "stack")
+    stack_adapters(adapters_of(tmp_path), base_ref, tmp_path / "stack")
     with pytest.raises(MergeError, match=r"(?s)has 0 % of what training changed .* an earlier merge was rounded"):
         prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
 
 
 @pytest.mark.long
 def test_an_adapter_over_another_base_than_that_of_the_training_is_refused(chain, base_ref, tmp_path):
-    adapters, _ = chain
     base = AutoModelForCausalLM.from_pretrained(resolve(base_ref.path), dtype=torch.float32)
     torch.manual_seed(1)
     for parameter in base.parameters():
@@ -105,19 +104,19 @@ def test_an_adapter_over_another_base_than_that_of_the_training_is_refused(chain
     base.save_pretrained(tmp_path / "other")
     load_tokenizer(base_ref).save_pretrained(tmp_path / "other")
     other = ModelRef(path=str(tmp_path / "other"))
-    stack_adapters(adapters[:1], other, tmp_path / "stack")
-    policy = other.model_copy(update={"adapter": adapters[0]})
+    stack_adapters(adapters_of(chain)[:1], other, tmp_path / "stack")
+    policy = other.model_copy(update={"adapter": chain / "1" / "adapter"})
     with pytest.raises(MergeError, match="differs from the merged model"):
-        prove_stack(tmp_path / "stack", other, policy, tmp_path / "1" / "model", CHATS)
+        prove_stack(tmp_path / "stack", other, policy, chain / "1" / "model", CHATS)
 
 
 @pytest.mark.slow
 def test_an_adapter_with_more_than_low_rank_matrices_is_refused(chain, base_ref, tmp_path):
-    adapters, _ = chain
-    file = adapters[0] / "adapter_config.json"
+    given = Path(shutil.copytree(chain / "1" / "adapter", tmp_path / "given"))
+    file = given / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
     with pytest.raises(ModelError, match="more than low-rank matrices"):
-        stack_adapters(adapters, base_ref, tmp_path / "stack")
+        stack_adapters([given], base_ref, tmp_path / "stack")
     assert not (tmp_path / "stack").exists()
 
 
