@@ -23,10 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class PackedAttention:
-    """What a forward pass over a packed row receives as `shared_prompt=`; see `SharedPrompt`.
-
-    `predicting` has the places of the tokens whose hidden state is read after the last layer, whose index is `last_layer`.
-    """
+    """The `SharedPrompt` of a packed row. After the layer `last_layer` only the tokens `predicting` are read."""
 
     def __init__(self, row: PackedRow, predicting: Int[Tensor, " R"], last_layer: int) -> None:
         self.row, self.predicting, self.last_layer = row, predicting, last_layer
@@ -237,7 +234,7 @@ def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: float, window: int | None) -> Tensor:
-    """Attention [1, H, L, D] on any device: it materialises a mask, and G copies of every prompt's keys."""
+    """Attention [1, H, L, D] on any device, with a mask and a copy of its prompt's keys for each completion."""
     attend = torch.nn.functional.scaled_dot_product_attention
     keys, values = (repeat_heads(x, q) for x in (k, v))
     prompts, own, size = row.prompts, row.own, row.prompts.width
@@ -255,7 +252,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: flo
 
 
 def _flat(spans: Spans, slots: Float[Tensor, "R H W D"]) -> Float[Tensor, "_ H D"]:
-    """The tokens of the spans without the empty slots."""
+    # Without the empty slots.
     tokens = slots.transpose(1, 2).flatten(0, 1)
     return tokens if spans.dense else tokens.index_select(0, spans.filled)
 

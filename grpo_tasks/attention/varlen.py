@@ -37,7 +37,7 @@ class Sequences:
     max_query: int
     max_key: int
     uses: Int[Tensor, "A U"]
-    """Where the A prompt tokens of the row stand among the gathered keys: in their prompt, and in U - 1 completions."""
+    """Where the A prompt tokens stand among the gathered keys: in their prompt, and in U - 1 completions."""
     unused: Bool[Tensor, "A U 1 1"] | None
     """True for the cells of `uses` that a small group leaves empty; None when there are none."""
     own: Int[Tensor, " B"]
@@ -45,7 +45,7 @@ class Sequences:
 
     @classmethod
     def of(cls, row: PackedRow) -> "Sequences":
-        """Made on the host alone, and moved without waiting for the device."""
+        """Made on the host, and moved without waiting for the device."""
         starts = [0, *accumulate(row.prompt_lengths)]
         parts = [torch.arange(starts[-1])]  # the prompts' own keys are the beginning of the row
         keys = list(row.prompt_lengths)
@@ -85,10 +85,8 @@ class Sequences:
         return row[0].transpose(0, 1).index_select(0, self.index)
 
     def scatter(self, grad: Float[Tensor, "R K D"]) -> Float[Tensor, "1 K L D"]:
-        """Gradient of `gather`: each token of the row gets the sum over its copies.
-
-        Not `index_add`: its sum over copies has no fixed order on a GPU, and would be rounded to 16 bits after each copy.
-        """
+        """Gradient of `gather`: each token of the row gets the sum over its copies."""
+        # Not `index_add`: its sum has no fixed order on a GPU, and would be rounded to 16 bits after each copy.
         copies = grad.index_select(0, self.uses.flatten()).unflatten(0, self.uses.shape)  # [A, U, K, D]
         if self.unused is not None:
             copies = copies.masked_fill(self.unused, 0.0)
@@ -110,7 +108,7 @@ class Kernel:
 
 
 def varlen_kernel(like: Tensor, window: int | None) -> Kernel | None:
-    """The kernel for the device and the precision of a tensor; None where there is none."""
+    """The kernel for the device and the precision of a tensor, if there is one."""
     if like.device.type != "cuda":
         return None
     return kernel_of_card(like.dtype, window, torch.cuda.get_device_capability(like.device))

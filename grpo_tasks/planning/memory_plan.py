@@ -128,12 +128,12 @@ class StagePlan:
 
     @cached_property
     def fitting_tokens(self) -> int:
-        """The most tokens that a pass may have; 0 if not even one completion of full length fits."""
+        """Most tokens of a pass; 0 if not even one completion of full length fits."""
         tokens = self.tokens_within()
         return tokens if tokens >= self.prompt_length + self.rollout.max_completion_length else 0
 
     def tokens_within(self, factor: float = 1.0) -> int:
-        """The most tokens that a pass may have if it takes `factor` times the calculated bytes."""
+        """Most tokens of a pass that takes `factor` times the calculated bytes."""
         fixed, slope = self._line
         return int((self.available / factor - fixed) / slope)
 
@@ -241,7 +241,7 @@ class StagePlan:
         return sum(self._copied_of(stack, fused=True) for stack in fused) + sum(self._copied_of(stack) for stack in alone)
 
     def _copied_of(self, stack: Sequence[Any], *, fused: bool = False) -> int:
-        """Weights of the copy of projections with one input: W + B A in float32, else A and B, and W only where it is fused."""
+        # Of projections with one input: W + B A in float32, else A and B, and W only where it is fused.
         bases = [layer.base_layer if isinstance(layer, LoraLinear) else layer for layer in stack]
         # Fused queries, keys and values leave room for a second result of the size of the keys, the second of the three.
         shapes = [tuple(base.weight.shape) for base in [*bases, *(bases[1:2] if len(bases) > 2 else [])]]
@@ -252,7 +252,7 @@ class StagePlan:
 
 
 def _fused(policy: CausalLM) -> list[list[nn.Module]]:
-    """The projections of each layer that fused kernels read as one; none in a model of another shape."""
+    # The projections of each layer that fused kernels read as one; none in a model of another shape.
     causal: Any = causal_model(policy)
     if getattr(causal.config, "hidden_act", None) != "silu":
         return []
@@ -286,7 +286,7 @@ def tokens_that_fit(plan: StagePlan) -> int:
 
 
 def does_not_fit(plan: StagePlan) -> ModelError:
-    """The error of a stage whose pass does not fit, however small."""
+    """For a stage whose pass does not fit, however small."""
     return ModelError(
         f"one completion of {plan.rollout.max_completion_length} tokens with a prompt of {plan.prompt_length} does not fit into "
         f"{plan.memory / GIB:.0f} GiB",
@@ -326,7 +326,7 @@ class PassCounts:
     kernels: int
     """Operations that are no views, forward and backward."""
     attention: Mapping[str, int]
-    """Attention calls of the forward passes by the kernel asked for, those with a dense mask apart (`AttentionCalls`)."""
+    """Calls in the forward passes by kernel (`AttentionCalls`)."""
 
     @property
     def masks(self) -> int:

@@ -55,7 +55,6 @@ class Position:
     """Log-probabilities of the policy's likeliest tokens, the last column of all others together."""
     token_logps: Float[Tensor, " T"]
     best: Int[Tensor, " T"]
-    """The likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,15 @@ class PolicyRecord:
 
     texts: list[Text]
     top: list[Tensor]
-    """Its likeliest tokens [T, K] at each position."""
+    """Its likeliest tokens [T, K]."""
     said: list[Position]
     largest: float
-    """Largest absolute value that went into or came out of a layer."""
+    """Largest absolute value that a layer took or gave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a model is from the policy, over all positions."""
+    """Of a model from the policy, over all positions."""
 
     kl: float
     """Mean KL(policy || model), nats."""
@@ -148,7 +147,7 @@ def record_completions(
 
 
 def distance(model: CausalLM, of: PolicyRecord) -> Distance:
-    """How far a model is from the policy of the record."""
+    """From a model to the policy of the record."""
     found = [_position(_logps(model, text), text, top) for text, top in zip(of.texts, of.top, strict=True)]
     pairs = list(zip(of.said, found, strict=True))
     kl = torch.cat([(ours.logps.exp() * (ours.logps - theirs.logps)).sum(1) for ours, theirs in pairs])
@@ -201,12 +200,10 @@ def _largest_value(model: nn.Module) -> Iterator[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Share of the change of the weights that a precision keeps."""
+    """Share of the change of the weights that a precision keeps: of all together, and of each by its name."""
 
     total: float
-    """Of all weights together."""
     each: dict[str, float]
-    """By the name of the weight."""
 
 
 @torch.no_grad()

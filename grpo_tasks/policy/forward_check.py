@@ -41,7 +41,7 @@ LONGEST_WINDOW = 4096
 LONGEST_COMPLETION = 64
 """A longer window is filled by the prompt: only completions pass through the head, which for long ones would take gigabytes."""
 ADAPTER_SHARE = 0.2
-"""Size of the check's adapter: its output over that of an ordinary linear layer, which keeps the size of its input."""
+"""Output of the check's adapter over that of an ordinary linear layer, which keeps the size of its input."""
 SEEN = 4.0
 """The check's adapter moves the policy by so many tolerances at least: a copy without it must not pass for rounding. Where even a
 large one does not, the tolerance is this share of what it does."""
@@ -94,7 +94,7 @@ class CheckRows:
 
 
 def _special_ids(config: Mapping[Any, Any]) -> Iterator[int]:
-    """Ids that the config gives a meaning, such as that of a place for an image."""
+    # Of tokens with a meaning, such as a place for an image.
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _special_ids(value)
@@ -146,7 +146,7 @@ def _tolerance(dtype: str) -> float:
 
 @torch.no_grad()
 def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> ForwardScores:
-    """What transformers' own forward pass says about the completions; its active adapter counts. ModelError where it fails."""
+    """What transformers' own forward pass says, with the active adapter; ModelError where it fails."""
     # The layers that transformers and peft built, in eval mode, with eager attention where the model has some.
     causal, was_training = causal_model(model), model.training
     changed = [(module, module.__class__) for module in model.modules() if published_class(module) is not module.__class__]
@@ -165,7 +165,7 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
 
 
 def _true_logits(model: CausalLM, prompt: list[int], completion: list[int]) -> Float[Tensor, "_ V"]:
-    """After the prompt's last token, and after all of the completion's tokens but the last."""
+    # After the prompt's last token, and after all of the completion's tokens but the last.
     ids = torch.tensor([prompt + completion], device=model.device)
     # For models that cannot, the logits of all tokens are computed; the last ones are the same.
     keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
@@ -238,7 +238,7 @@ def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str) -> Iterator[flo
 
 @torch.no_grad()
 def _shake(seconds: Sequence[tuple[Tensor, float]], times: int) -> None:
-    """Give every matrix B the same random numbers at each call, `times` as large as its standard deviation says."""
+    # The same random numbers at each call.
     for number, (weight, std) in enumerate(seconds):
         values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * (times * std)
         weight.copy_(shard_like(values.to(weight.dtype).to(weight.device), weight))

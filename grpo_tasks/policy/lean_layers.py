@@ -33,8 +33,8 @@ from grpo_tasks.policy.folded_adapter import CausalLM, decoder_of
 
 _silu_backward, _gelu_backward = torch.ops.aten.silu_backward, torch.ops.aten.gelu_backward
 
+# Where the small examples are computed, whatever the default device is.
 CPU = torch.device("cpu")
-"""Where the small examples are computed, whatever the default device is."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,7 +96,7 @@ class LeanAdapter:
 
 
 def _is_frozen_linear(layer: nn.Module) -> bool:
-    """False for quantized layers, which keep their weights in a form of their own, and for trained biases."""
+    # Quantized layers keep their weights in a form of their own, and biases may be trained.
     return type(layer) is nn.Linear and not any(parameter.requires_grad for parameter in layer.parameters())
 
 
@@ -142,7 +142,7 @@ def as_shape(result: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """W x + bias + scale B A x [L, O] of x [L, I], and A x [L, r]."""
+    # W x + bias + scale B A x [L, O] of x [L, I], and A x [L, r].
     inner = x @ a.T
     # In place, because nothing else has seen the result of the frozen layer: the sum costs no kernel of its own.
     return functional.linear(x, weight, bias).addmm_(inner, b.T, alpha=scale), inner
@@ -176,7 +176,7 @@ class AddLowRank(torch.autograd.Function):
 
 
 def _low_rank_backward(grad: Tensor, x: Tensor, inner: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x A^T [L, r], A [r, I] and B [O, r], from those of the result [L, O]."""
+    # Gradients of x A^T [L, r], A [r, I] and B [O, r], from those of the result [L, O].
     d_inner = _scaled(grad, b, scale)
     return d_inner, d_inner.T @ x.to(d_inner.dtype), _scaled(grad.T, inner, scale)
 
@@ -310,7 +310,6 @@ def is_gated_mlp(kind: type[nn.Module]) -> bool:
 
 
 def _agrees(kind: type[nn.Module], attributes: dict[str, Any], formula: Callable[[Tensor], Tensor]) -> bool:
-    """True if an instance with these attributes computes the formula."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     for name, value in attributes.items():
@@ -428,14 +427,12 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        """[L, H] -> [R, H]."""
         ctx.save_for_backward(places)
         ctx.length = len(x)
-        return x.index_select(0, places)
+        return x.index_select(0, places)  # [L, H] -> [R, H]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """[R, H] -> [L, H]."""
         (places,) = ctx.saved_tensors
         return _put(grad, places, ctx.length), None
 
@@ -445,16 +442,14 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, length: int) -> Tensor:
-        """[R, H] -> [L, H]."""
         ctx.save_for_backward(places)
         return _put(rows, places, length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """[L, H] -> [R, H]."""
         (places,) = ctx.saved_tensors
         return grad.index_select(0, places), None, None
 
 
 def _put(rows: Tensor, places: Tensor, length: int) -> Tensor:
-    return rows.new_zeros(length, rows.shape[1]).index_copy_(0, places, rows)
+    return rows.new_zeros(length, rows.shape[1]).index_copy_(0, places, rows)  # [R, H] -> [L, H]

@@ -83,7 +83,7 @@ def completion_logprobs(
 
 
 def _in_cells(scores: Float[Tensor, " M"], batch: TokenBatch) -> Float[Tensor, "N T"]:
-    """The scores of real tokens in their cells; padding becomes exactly 0, so that sums over T need no mask."""
+    # Padding becomes exactly 0, so that sums over T need no mask.
     # Not masked_scatter: its backward pass reads by the mask, and the host waits for the number of tokens.
     mask = batch.completion_mask
     blank = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)

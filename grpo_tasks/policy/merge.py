@@ -45,7 +45,7 @@ MERGE_TOLERANCE = 2e-3
 MEAN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest allowed mean difference (nats per token) after rounding to the saved dtype (24, 8 and 11 bits of significand)."""
 PRECISIONS: tuple[MergedDtype, ...] = ("bfloat16", "float16", "float32")
-"""What `merged_dtype: auto` tries, in this order."""
+"""What `merged_dtype: auto` tries in turn."""
 FLOAT16_LARGEST = 65504.0
 """Largest number of float16. A weight or an activation beyond it becomes infinite."""
 HEADROOM = 2.0
@@ -91,7 +91,7 @@ class _Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What is known about a policy before anything is saved."""
+    """About a policy before anything is saved."""
 
     record: PolicyRecord
     base: Distance
@@ -288,7 +288,7 @@ def _least_kept(shares: Shares) -> str:
 
 
 def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerprint]) -> str:
-    """The weights of `ours` that are other ones in `theirs`, those that differ most first; empty when there are none."""
+    # The weights that differ, most first.
     by_size = {name: weight.difference(theirs.get(name)) for name, weight in ours.items()}
     worst = sorted((name for name in by_size if not by_size[name] <= _SAME), key=lambda name: -by_size[name])
     named = [ours[name].named(name, theirs.get(name)) for name in worst[:_NAMED]]
@@ -296,12 +296,12 @@ def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerpri
 
 
 def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, _Fingerprint]:
-    """Each weight after rounding to a precision. Tied weights have both names, as in their files."""
+    # Each weight after rounding. Tied weights have both names, as in their files.
     return {name: _Fingerprint.of(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
-    """Write the model in a precision; each weight as it must be in the files."""
+    # Returns each weight as it must be in the files.
     weights = _weights(model, getattr(torch, dtype))
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
