@@ -1,8 +1,8 @@
 """What Prefect shows for a run that did not come to its ordinary end, and what the run does when others have ended it.
 
-watched         a run that others have cancelled, ended, suspended or deleted stops as by Ctrl-C; their state stays
-require_wanted  asks the same once more, right before something is published; a paused run waits there
-noted           a run whose process was killed becomes Crashed when the next run starts in the same folder on the same machine
+watched            a run that others have cancelled, ended, suspended or deleted stops as by Ctrl-C; their state stays
+require_wanted     asks the same once more, right before something is published; a paused run waits there
+recorded_process   a run whose process was killed becomes Crashed when the next run starts in the same folder on the same machine
 """
 
 import json
@@ -87,7 +87,14 @@ def watched(flow_run_id: str) -> Iterator[None]:
                     watch.over = True
                 finished.set()
         except EndedByOthers as ended:
-            raise _LeftAsItIs(str(ended), _settled(run_id, _state(ended)), failed=ended.failed) from None
+            last: Any = ended.state
+            # Cancelling ends as Cancelled, and a run that was stopped is not Completed.
+            if last.is_cancelling() or last.is_completed():
+                said = "cancelled while it ran" if last.is_cancelling() else f"set to {last.name} while it ran: it was stopped"
+                last = Cancelled(message=said)
+                with suppress(Exception), impatient_client() as client:
+                    client.set_flow_run_state(run_id, last, force=True)
+            raise _LeftAsItIs(str(ended), last, failed=ended.failed) from None
 
 
 def _poll(run_id: UUID, watch: _Watch, finished: threading.Event) -> None:
@@ -96,8 +103,9 @@ def _poll(run_id: UUID, watch: _Watch, finished: threading.Event) -> None:
             # A server that is away, or that fails, has ended nothing.
             with suppress(Exception):
                 ended = _ended(client, run_id)
+                state: Any = ended and ended.state
                 # A worker kills the processes of a run that is being cancelled, and sets its last state.
-                if ended is None or (watch.of_worker and _state(ended).is_cancelling()):
+                if ended is None or (watch.of_worker and state.is_cancelling()):
                     continue
                 with watch.lock:
                     if not watch.over:
@@ -125,29 +133,10 @@ def _ended(client: SyncPrefectClient, run_id: UUID) -> EndedByOthers | None:
     return EndedByOthers(f"the run was set to {state.name} in Prefect while it ran{said}", state, failed=state.is_failed())
 
 
-def _state(ended: EndedByOthers) -> State[Any]:
-    assert isinstance(ended.state, State)
-    return ended.state
-
-
-def _settled(run_id: UUID, state: State[Any]) -> State[Any]:
-    """The last state of a run that has stopped: Cancelling ends as Cancelled, and a run that was stopped is not Completed."""
-    if not (state.is_cancelling() or state.is_completed()):
-        return state
-    said = "cancelled while it ran" if state.is_cancelling() else f"set to {state.name} while it ran: it was stopped"
-    last: State[Any] = Cancelled(message=said)
-    with suppress(Exception), impatient_client() as client:
-        client.set_flow_run_state(run_id, last, force=True)
-    return last
-
-
 def require_wanted(flow_run_id: str) -> None:
-    """Read the state of the run before it publishes something, and wait while it is paused.
+    """Before something is published: wait while the run is paused; raises `EndedByOthers` when others have ended it.
 
     A server that is away is waited for as long as Prefect's client does: nothing is published that others may have ended.
-
-    Raises:
-        EndedByOthers: others have ended the run.
     """
     run_id, said = UUID(flow_run_id), False
     with get_client(sync_client=True) as client:
@@ -165,8 +154,8 @@ def require_wanted(flow_run_id: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Where the process of a run is. A folder on a shared disk has notes of several machines, or of several containers."""
+class ProcessRecord:
+    """Where the process of a run is. A folder on a shared disk has those of several machines, or of several containers."""
 
     pid: int
     born: float
@@ -178,48 +167,48 @@ class Note:
     """How often Slurm has queued the job again."""
 
     @classmethod
-    def of(cls) -> "Note":
+    def of(cls) -> "ProcessRecord":
         """That of this process."""
         own = ProcessIdentity.of()
         return cls(own.pid, own.born)
 
-    def is_of_the_dead(self) -> bool:
-        """Whether the process has certainly ended: it is gone from this machine, or Slurm has started its job again."""
-        own = Note.of()
+    def has_ended(self) -> bool:
+        """Whether the process is certainly gone: from this machine, or because Slurm has started its job again."""
+        own = ProcessRecord.of()
         if self.job and self.job == own.job and self.start < own.start:
             return True
         return self.host == own.host and not ProcessIdentity(self.pid, self.born).is_running()
 
 
 @contextmanager
-def noted(folder: Path, flow_run_id: str) -> Iterator[None]:
-    """Record this process in `folder` while the block runs; before that, set the runs of recorded processes that were killed to
+def recorded_process(folder: Path, flow_run_id: str) -> Iterator[None]:
+    """Record this process in `folder` while the block runs. Before that, runs of recorded processes that were killed become
     Crashed.
     """
-    note = folder / f"{flow_run_id}.json"
+    record = folder / f"{flow_run_id}.json"
     for other in folder.glob("*.json"):
-        # A run that is retried keeps its id: its own note is that of the attempt before.
-        if other != note:
+        # A run that is retried keeps its id: its own record is that of the attempt before.
+        if other != record:
             _set_crashed_if_killed(other)
     folder.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: another machine that shares the folder may read it at any time.
-    with replacing(note) as unfinished:
-        unfinished.write_text(json.dumps(asdict(Note.of())), encoding="utf-8")
+    with replacing(record) as unfinished:
+        unfinished.write_text(json.dumps(asdict(ProcessRecord.of())), encoding="utf-8")
     try:
         yield
     finally:
-        note.unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
 
 
-def _set_crashed_if_killed(note: Path) -> None:
-    # A note that cannot be read was cut short by the failure of a machine.
+def _set_crashed_if_killed(record: Path) -> None:
+    # A record that cannot be read was cut short by the failure of a machine.
     with suppress(ValueError, TypeError, OSError):
-        if not Note(**json.loads(note.read_text(encoding="utf-8"))).is_of_the_dead():
+        if not ProcessRecord(**json.loads(record.read_text(encoding="utf-8"))).has_ended():
             return
-    # The run may belong to another server than the current one, or the server may be away; the note is of no use then either.
+    # The run may belong to another server than the current one, or the server may be away; the record is of no use then either.
     with suppress(Exception), get_client(CLIENT_SETTINGS, sync_client=True) as client:
-        state = client.read_flow_run(UUID(note.stem)).state
+        state = client.read_flow_run(UUID(record.stem)).state
         if state is not None and not state.is_final():
             crashed: State = Crashed(message="its process was killed; the next run continues with what it left")
-            client.set_flow_run_state(UUID(note.stem), crashed, force=True)
-    note.unlink(missing_ok=True)
+            client.set_flow_run_state(UUID(record.stem), crashed, force=True)
+    record.unlink(missing_ok=True)

@@ -66,12 +66,12 @@ class FlowRun:
 
     @property
     def config(self) -> RunConfig:
-        """The whole configuration, with the copies of the user's own modules."""
+        """With the copies of the user's own modules."""
         return self.inputs.config
 
     @property
     def resources(self) -> ResourcesConfig:
-        """Settings of the machine; they are part of no content key."""
+        """Part of no content key."""
         return self.config.resources
 
     @property
@@ -141,18 +141,14 @@ class FlowRun:
             send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
 
     def require_wanted(self) -> None:
-        """Ask Prefect, before something is published, whether somebody has ended the run; wait while it is paused.
-
-        Raises:
-            EndedByOthers: it was cancelled, set to another last state, or deleted.
-        """
+        """Before something is published: wait while the run is paused; raises `EndedByOthers` when others have ended it."""
         if self.flow_run_id is not None:
             from flows.ends import require_wanted
 
             require_wanted(self.flow_run_id)
 
     def follow(self, stage_dir: Path) -> JournalShipper:
-        """The shipper of a stage's journal."""
+        """What sends the journal of a stage to MLflow."""
         return self.tracked.follow(stage_dir)
 
 
@@ -184,7 +180,7 @@ def open_flow_run(
 
     Args:
         config: the configuration.
-        flow: name of the flow; each flow has MLflow runs of its own.
+        flow: each flow has MLflow runs of its own.
         fresh: run every step again.
         variant: the place of the run in a sweep.
         key: content key of a run that waits only for a decision. Its inputs were checked before, and may have changed since.
@@ -237,9 +233,9 @@ def state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
     if run_id is None:
         yield
         return
-    from flows.ends import noted, watched
+    from flows.ends import recorded_process, watched
 
-    with noted(folder, run_id), watched(run_id):
+    with recorded_process(folder, run_id), watched(run_id):
         yield
 
 

@@ -57,11 +57,7 @@ class Inputs:
 
 
 def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
-    """Copy and hash what a config names.
-
-    Args:
-        config: the config of a run.
-        folder: copies that an earlier part of the run has made. None: they are made now.
+    """Copy and hash what a config names. `folder`: copies that an earlier part of the run has made.
 
     Raises:
         ConfigError: the files change all the time.
@@ -101,22 +97,17 @@ def _with_gold(config: RunConfig, parent: Path, hashed: dict[Path, str]) -> RunC
         judge = reward.judge
         if judge is not None and judge.gold is not None and judge.gold.is_file():
             hashed[judge.gold] = file_sha256(judge.gold)
-            kept = _kept_file(judge.gold, hashed[judge.gold], parent)
+            kept = parent.resolve() / hashed[judge.gold][:16] / judge.gold.name
+            if not kept.is_file():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(kept) as unfinished:
+                    shutil.copyfile(judge.gold, unfinished)
+            if file_sha256(kept) != hashed[judge.gold]:
+                kept.unlink()
+                fix = "start the run again"
+                raise ConfigError("the file has changed while the run started", place=str(judge.gold), fix=fix)
             functions[name] = reward.model_copy(update={"judge": judge.model_copy(update={"gold": kept})})
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
-
-
-def _kept_file(path: Path, sha256: str, parent: Path) -> Path:
-    """The copy of a file, in a folder named by its contents."""
-    kept = parent.resolve() / sha256[:16] / path.name
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as unfinished:
-            shutil.copyfile(path, unfinished)
-    if file_sha256(kept) != sha256:
-        kept.unlink()
-        raise ConfigError("the file has changed while the run started", place=str(path), fix="start the run again")
-    return kept
 
 
 def _file_of(source: DataSource) -> Path | None:

@@ -46,9 +46,7 @@ def could_be_registered(name: str) -> bool:
 def registered_model(name: str, tracking: TrackingConfig, folder: Path) -> ModelRef | None:
     """The registered model of this name, downloaded below `folder`; None when the name stands for something else.
 
-    Raises:
-        ModelError: the name has the form of a registered version, and there is no such version.
-        TrackingError: the registry cannot be reached.
+    Raises `ModelError` when there is no such version, `TrackingError` when the registry cannot be reached; so do those below.
     """
     if not _is_registered(name, tracking):
         return None
@@ -72,13 +70,7 @@ def named_model(name: str, config: RunConfig) -> ModelRef:
 
 
 def adapter_model(name: str, config: RunConfig) -> ModelRef:
-    """The adapter of a folder, of a registered version (the one that it was merged from) or of a hub id, on the base model of the
-    config.
-
-    Raises:
-        ModelError: there is no adapter of that name.
-        TrackingError: the registry cannot be reached.
-    """
+    """The adapter of a folder, a registered version (the one that it was merged from) or a hub id, on the config's base model."""
     if is_local(name):
         folder = Path(name)
     elif _is_registered(name, config.tracking):
@@ -94,12 +86,7 @@ def adapter_model(name: str, config: RunConfig) -> ModelRef:
 
 
 def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:
-    """Copy the model that a name stands for into the new folder `into`; a sentence about what is there now.
-
-    Raises:
-        ModelError: there is no such model, or `into` holds other files.
-        TrackingError: the registry cannot be reached.
-    """
+    """Copy the model that a name stands for into the new folder `into`; a sentence about what is there now."""
     if _is_registered(name, tracking):
         from grpo_tasks.tracking.models import ORIGIN, fetch_version
         from grpo_tasks.tracking.registry import find_version, lineage_of
@@ -115,11 +102,7 @@ def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:
 
 
 def copy_model(source: Path, into: Path) -> None:
-    """Copy a model to the new folder `into`, whole or not at all. An equal copy stays, so a killed command can be repeated.
-
-    Raises:
-        ModelError: `into` holds other files.
-    """
+    """Copy a model to the new folder `into`, whole or not at all. An equal copy stays, so a killed command can be repeated."""
     if into.exists() and any(into.iterdir()):
         if folder_sha256(into) != folder_sha256(source):
             raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
@@ -148,16 +131,30 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The config with `model.path` set to the downloaded folder of the registered model that it names, if it names one.
+    """The config with the downloaded folder of the registered model that `model.path` names, if it names one, and a fixed date.
 
     Raises:
         ConfigError: the model was published in a precision that model.dtype would round.
     """
     # Here too, because a download is the first thing that a flow may write.
     check_working_directory()
-    name = config.model.path
+    name, registered = config.model.path, False
     found = registered_model(name, config.tracking, config.resources.output_dir / "models")
-    _refuse_rounding(config, Path(found.path if found is not None else resolve(name)), registered=found is not None)
+    folder = Path(found.path if found is not None else resolve(name))
+    saved = rounds(config.model.dtype, folder)
+    if saved is not None:
+        # Imported here: it takes seconds, and hardly any model is saved in a longer precision than it is used in.
+        from grpo_tasks.tracking.models import ORIGIN
+
+        # Of a model from elsewhere nobody knows whether the precision of its files matters; a downloaded one has this file.
+        registered = found is not None or (folder / ORIGIN).is_file()
+    if registered:
+        raise ConfigError(
+            f"{name} was published in {saved}, because a shorter precision would lose what it learned; with "
+            f"model.dtype: {config.model.dtype} a run would start from another model",
+            place="model.dtype",
+            fix=f"model.dtype: {saved}",
+        )
     if found is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": found.path, "revision": None})})
     return with_fixed_date(config)
@@ -189,26 +186,6 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
         ) from error
     rollout = config.rollout.model_copy(update={"chat_template_kwargs": {**given, TEMPLATE_DATE: day}})
     return config.model_copy(update={"rollout": rollout})
-
-
-def _refuse_rounding(config: RunConfig, folder: Path, *, registered: bool) -> None:
-    """Refuse to start from a published model in a shorter precision than it needs: what it learned would be rounded away."""
-    saved = rounds(config.model.dtype, folder)
-    if saved is None:
-        return
-    if not registered:
-        # Imported here: it takes seconds, and hardly any model is saved in a longer precision than it is used in.
-        from grpo_tasks.tracking.models import ORIGIN
-
-        # Of a model from elsewhere nobody knows whether the precision of its files matters; a downloaded one has this file.
-        registered = (folder / ORIGIN).is_file()
-    if registered:
-        raise ConfigError(
-            f"{config.model.path} was published in {saved}, because a shorter precision would lose what it learned; with "
-            f"model.dtype: {config.model.dtype} a run would start from another model",
-            place="model.dtype",
-            fix=f"model.dtype: {saved}",
-        )
 
 
 def with_pinned_model(config: RunConfig) -> RunConfig:

@@ -1,6 +1,4 @@
-"""Checks before the first step, while nothing heavy is loaded or hashed: inputs exist, the output folder is writable, extras
-are installed.
-"""
+"""Checks before the first step, while nothing heavy is loaded or hashed. Each refuses with a `UserError` that names the field."""
 
 import importlib.util
 import json
@@ -8,6 +6,7 @@ import os
 import re
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
@@ -34,11 +33,7 @@ EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 def check_working_directory() -> None:
     """Refuse a working directory that Prefect deletes after the run, or whose name is an unresolved variable.
 
-    A worker without a folder of its own gives each run a temporary one: relative paths would end there, and every result of a
-    completed run would be gone.
-
-    Raises:
-        ConfigError: with the folder.
+    A worker without a folder of its own gives each run a temporary one, and every result of a completed run would be gone.
     """
     folder, temporary = Path.cwd().resolve(), Path(tempfile.gettempdir()).resolve()
     unresolved = next((part for part in folder.parts if "{{" in part), None)
@@ -63,11 +58,7 @@ _OF_PREFECT = re.compile(r"tmp\w{1,64}prefect|prefect-workspace-\S{1,200}|runner
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse data files and a base model that do not exist or are something else. Opens no file, so a FIFO cannot block it.
-
-    Raises:
-        ConfigError: with the field.
-    """
+    """Refuse data files and a base model that do not exist or are something else. Opens no file, so a FIFO cannot block it."""
     for side in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, side)):
             _check_source(source, f"data.{side}.{index}.path")
@@ -81,11 +72,7 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def check_columns(config: RunConfig) -> None:
-    """Read the first rows of each data file, so that a missing column is refused before Prefect, MLflow and torch are imported.
-
-    Raises:
-        DataError: as the step prepare_data would, some seconds later.
-    """
+    """Read the first rows of each data file: a missing column is refused before Prefect, MLflow and torch are imported."""
     from grpo_tasks.data.sources import load_sources
 
     guarded = []
@@ -132,14 +119,8 @@ def check_model(name: str, place: str) -> None:
 def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
     """Compare the names of `target_modules` and the longest completion with the model, in a child process without its weights.
 
-    A child is started only where there is something to compare: named layers, or more tokens than config.json allows.
-
-    Args:
-        config: the configuration.
-        hub: also where config.json must be downloaded.
-
-    Returns:
-        What is worth saying, in sentences.
+    A child is started only where there is something to compare: named layers, or more tokens than config.json allows; with `hub`
+    also where config.json must be downloaded. Returns what is worth saying, in sentences.
 
     Raises:
         ConfigError: a name matches no layer, or the model has too few positions.
@@ -150,8 +131,14 @@ def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
     named = model.lora is not None and model.lora.target_modules != "all-linear"
     if not file.is_file() and not hub:
         return []
-    if file.is_file() and not named and longest <= _positions(file):
-        return []
+    if file.is_file() and not named:
+        with suppress(ValueError):
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            text = settings.get("text_config", settings)
+            limits = [text[name] for name in ("max_position_embeddings", "n_positions") if isinstance(text.get(name), int)]
+            # Where config.json says nothing, somebody has to look closer.
+            if longest <= next(iter(limits), 0):
+                return []
     from grpo_tasks.processes.child import prepare_child, run_module
 
     # Its server serves later steps too, so its log must not be in a folder that goes away.
@@ -173,22 +160,8 @@ def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
         return StructureNotes.load(Path(folder) / RESULT).notes
 
 
-def _positions(file: Path) -> int:
-    """The most tokens that config.json speaks of; 0 where it says nothing, so that somebody looks closer."""
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return 0
-    text = settings.get("text_config", settings)
-    return next((int(text[name]) for name in ("max_position_embeddings", "n_positions") if isinstance(text.get(name), int)), 0)
-
-
 def check_output(config: RunConfig) -> None:
-    """Refuse an output folder that is not writable, before the first step instead of after the last one.
-
-    Raises:
-        ConfigError: with the reason that the operating system gives.
-    """
+    """Refuse an output folder that is not writable, before the first step instead of after the last one."""
     folder = config.resources.output_dir / config.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,11 +177,7 @@ def check_output(config: RunConfig) -> None:
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Refuse an MLflow store that does not answer, before anything is hashed or another server is started.
-
-    Raises:
-        TrackingError: with the variable to set.
-    """
+    """Refuse an MLflow store that does not answer, before anything is hashed or another server is started."""
     # Here, because it imports MLflow.
     from grpo_tasks.tracking.store import check_store
 
@@ -216,11 +185,7 @@ def check_tracking(config: RunConfig) -> None:
 
 
 def check_installed(config: RunConfig) -> None:
-    """Refuse settings that need a library which is not installed.
-
-    Raises:
-        ConfigError: with the field, the library and the extra that installs it.
-    """
+    """Refuse settings that need a library which is not installed; the error names the extra that installs it."""
     needed = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
     for stage in config.stages:
         needed += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []

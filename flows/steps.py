@@ -64,12 +64,7 @@ def trained_stage(
 ) -> StageResult:
     """Train one stage from the model `start`, on the prompts that its `keep_pass_rate` leaves.
 
-    Args:
-        run: the run of the flow.
-        stage: the stage.
-        start: the model that it starts from.
-        data: the validated data.
-        difficulty: what `measured_difficulty` returned; a stage with `measure_difficulty` measures its own.
+    `difficulty` is what `measured_difficulty` returned; a stage with `measure_difficulty` measures its own.
     """
     if stage.measure_difficulty:
         difficulty = _difficulty(run, stage.name, start, data, [stage])

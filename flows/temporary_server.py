@@ -42,11 +42,7 @@ def is_temporary() -> bool:
 
 
 def check_database() -> None:
-    """Refuse a folder in which the temporary server cannot keep its database; it would fail again and again.
-
-    Raises:
-        UserError: with the folder.
-    """
+    """Refuse a folder in which the temporary server cannot keep its database; it would fail again and again."""
     file = _database()
     if file is None:
         return
@@ -132,11 +128,7 @@ class _Server(subprocess.Popen[bytes]):
     """Prefect calls `poll` while it waits for the first answer, and would wait for minutes for a server that has ended."""
 
     def poll(self) -> int | None:
-        """As `Popen.poll`.
-
-        Raises:
-            OrchestratorError: the server ended while it started. Prefect would start it on another port, again and again.
-        """
+        """Raises `OrchestratorError` when the server has ended. Prefect would start it on another port, again and again."""
         code = super().poll()
         if code is not None:
             raise _not_started(code)
@@ -167,8 +159,6 @@ def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subproces
 
 
 class _LockedFlow(Flow[P, R]):
-    """A flow that locks the temporary server before Prefect starts it."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another flow, the server runs already.
         if FlowRunContext.get() is None:

@@ -71,8 +71,9 @@ def prepare_environment(*, servers: bool = True) -> None:
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     if (uri := os.environ.get("MLFLOW_TRACKING_URI")) and (reason := why_no_store(uri)):
         raise ConfigError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
-    if "PREFECT_API_URL" in os.environ:
-        _check_address("PREFECT_API_URL", ("http", "https"))
+    if (address := os.environ.get("PREFECT_API_URL")) is not None and (why := _why_no_address(address)):
+        fix = "correct it, or unset PREFECT_API_URL"
+        raise ConfigError(f"{address!r} is not an address: {why}", place="PREFECT_API_URL", fix=fix)
     try:
         Path.cwd()
     except OSError as error:
@@ -99,7 +100,14 @@ def prepare_step(config: "RunConfig", *, device: bool) -> bool:
     if (device and slots_of(config.resources)) or _names_server():
         prepare_flow()
         return True
-    _log_to_terminal()
+    # What the steps log goes to stderr: time and message, as Prefect's log has them.
+    log, handler = logging.getLogger("grpo"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_hide_secrets)
+    if not log.handlers:
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
     return False
 
 
@@ -120,17 +128,6 @@ def _names_server() -> bool:
     return False
 
 
-def _log_to_terminal() -> None:
-    """Show what the steps log on stderr: time and message, as Prefect's log has them."""
-    log, handler = logging.getLogger("grpo"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_hide_secrets)
-    if not log.handlers:
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-
-
 def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()
@@ -149,15 +146,13 @@ def prepare_flow() -> None:
     lock_temporary_server()
 
 
-def _check_address(name: str, schemes: tuple[str, ...]) -> None:
-    address = os.environ[name]
+def _why_no_address(address: str) -> str:
     try:
-        if urlsplit(address).scheme in schemes and address.isprintable():
-            return
-        reason = f"it begins with none of {', '.join(f'{scheme}://' for scheme in schemes)}" if address.strip() else "it is empty"
+        if urlsplit(address).scheme in ("http", "https") and address.isprintable():
+            return ""
     except ValueError as error:
-        reason = str(error)
-    raise ConfigError(f"{address!r} is not an address: {reason}", place=name, fix=f"correct it, or unset {name}")
+        return str(error)
+    return "it begins with none of http://, https://" if address.strip() else "it is empty"
 
 
 def _use_own_mlflow() -> None:

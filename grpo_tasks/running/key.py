@@ -46,11 +46,7 @@ _OURS = re.compile(r"(grpo_tasks|schemas)(\.\w+)+")
 
 
 def content_key(step: str, roots: Iterable[str], inputs: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over the name of the step, the code that its modules reach, and its inputs.
-
-    Raises:
-        DamagedError: the files of a model are not the ones that its step wrote.
-    """
+    """SHA-256 (hex) over the name of the step, the code that its modules reach, and its inputs."""
     parts = [step, code_sha256(*sorted(roots))]
     parts += [
         f"{name}={json.dumps(_json_value(value), sort_keys=True, ensure_ascii=False)}" for name, value in sorted(inputs.items())
@@ -145,7 +141,7 @@ def _model_json(value: BaseModel) -> Any:
     # The folder in which a module was found does not matter, only its code (see _contents).
     fields.pop("module_dir", None)
     if isinstance(value, JudgeConfig):
-        # Another address, limit or cache is no other judge: a stage that an outage or a limit has stopped goes on.
+        # Address, limits and cache do not change verdicts, so a stopped stage resumes under the same key.
         fields = {name: given for name, given in fields.items() if name in JUDGES_BY.split()}
     if isinstance(value, InteractionConfig):
         # Which worker serves a conversation does not change it.
@@ -197,11 +193,7 @@ def _code_of(references: Iterable[str | None], folders: Sequence[Path]) -> str:
 
 
 def model_contents(ref: ModelRef) -> dict[str, str]:
-    """Digests of a model's base and adapter, wherever they lie.
-
-    Raises:
-        DamagedError: the files are not the ones that the reference was made for.
-    """
+    """Digests of a model's base and adapter; raises `DamagedError` when they are not what the reference was made for."""
     base = Path(resolve(ref.path))
     # A model that a step wrote is compared with what it wrote.
     digests = {

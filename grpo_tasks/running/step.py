@@ -31,7 +31,6 @@ from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact, slots_of
 from schemas.config.operations import ResourcesConfig
-from schemas.config.rollout import RolloutConfig
 from schemas.config.section import view
 from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
 from schemas.results.base import StepResult, step_results
@@ -153,11 +152,7 @@ class Step(Generic[Inputs, Made]):
         return outcome.result
 
     def key(self, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> str:
-        """Content key (SHA-256, hex) of the step for these inputs.
-
-        Raises:
-            DamagedError: a file of an earlier step is not what that step wrote.
-        """
+        """Content key of the step for these inputs; raises `DamagedError` when a file is not what an earlier step wrote."""
         inputs = self._inputs(*args, **kwargs)
         require_unchanged(inputs)
         return self._key(inputs, resources)
@@ -194,15 +189,38 @@ class Step(Generic[Inputs, Made]):
                     return _Outcome(cast(Made, finished), skipped=True)
             clear(work.directory, resumable=self.resumable and not work.run.fresh)
             # The slot is acquired here and not before: a step that is skipped needs no GPU.
-            slots = _slots(work, inputs["config"].rollout if self.on_cluster else None) if self.device else nullcontext()
-            with hidden_errors(), slots, _logged_notices():
+            with hidden_errors(), self._slots(work, inputs), _logged_notices():
                 body: Callable[..., Made] = self.body
                 result = body(work, **inputs)
-            _require_same_key(work, functools.partial(self._key, inputs, work.run.resources))
+            self._require_same_key(work, inputs)
             # The seal is written last. A step that is killed before this line is not finished.
             result = result.sealed(take_manifest(work.directory))
             result.save(work.directory / RESULT)
             return _Outcome(result, skipped=False)
+
+    def _slots(self, work: Work, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        rollout = inputs["config"].rollout if self.on_cluster else None
+        names = slots_of(work.run.resources, rollout, trains=rollout is not None) if self.device else []
+        if not names:
+            return nullcontext()
+        # Prefect's: not imported where the machine has none.
+        from grpo_tasks.running.slots import hold_all
+
+        return hold_all(names)
+
+    def _require_same_key(self, work: Work, inputs: dict[str, Any]) -> None:
+        """Refuse what a step has made while its inputs changed: it may have read either. Nothing may be found under its key."""
+        try:
+            if self._key(inputs, work.run.resources) == work.key:
+                return
+            raise DamagedError(
+                "files that this step reads have changed while it ran",
+                place=str(work.directory),
+                fix="start the run again when they are complete; steps whose inputs are the same are skipped",
+            )
+        except DamagedError:
+            clear(work.directory, resumable=False)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +230,6 @@ class _Outcome(Generic[Made]):
 
     def message(self, label: str) -> str:
         return f"{label}: unchanged, skipped" if self.skipped else f"{label}: done in {self.result.seconds:.1f} s"
-
-
-def _require_same_key(work: Work, key_now: Callable[[], str]) -> None:
-    """Refuse what a step has made while its inputs changed: it may have read either. Nothing may be found under its key.
-
-    Raises:
-        DamagedError: they have changed.
-    """
-    try:
-        if key_now() == work.key:
-            return
-        raise DamagedError(
-            "files that this step reads have changed while it ran",
-            place=str(work.directory),
-            fix="start the run again when they are complete; steps whose inputs are the same are skipped",
-        )
-    except DamagedError:
-        clear(work.directory, resumable=False)
-        raise
 
 
 @contextmanager
@@ -300,21 +299,8 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def _slots(work: Work, rollout: RolloutConfig | None) -> AbstractContextManager[None]:
-    """Hold the GPU slots of the run. A slot is Prefect's; where the machine has none, Prefect is not imported."""
-    names = slots_of(work.run.resources, rollout, trains=rollout is not None)
-    if not names:
-        return nullcontext()
-    from grpo_tasks.running.slots import hold_all
-
-    return hold_all(names)
-
-
 def finished_result(kind: type[Made], folder: Path) -> Made | None:
-    """The result of a finished step; None if there is none, or if any file of the folder is not what the step wrote.
-
-    Its result.json must be sealed, and every file must have the size and SHA-256 of its manifest.
-    """
+    """The result of a finished step; None if it is not sealed, or if any file has another size or SHA-256 than its manifest."""
     path = folder / RESULT
     if not path.exists():
         return None
@@ -344,12 +330,9 @@ def _mark_damaged(folder: Path, paths: list[str], damage: str) -> None:
 def clear(folder: Path, *, resumable: bool) -> None:
     """Prepare a folder for its step.
 
-    A trained stage is worth hours: if its journal and tables are intact, it keeps its last complete checkpoint. If not, its
-    folder is kept under another name and the stage starts again.
-
-    Args:
-        folder: created if it does not exist.
-        resumable: keep what the step can continue from; otherwise the folder is emptied.
+    With `resumable` it keeps what the step can continue from, otherwise it is emptied. A trained stage is worth hours: if its
+    journal and tables are intact, it keeps its last complete checkpoint. If not, its folder is kept under another name and the
+    stage starts again.
     """
     if not resumable:
         shutil.rmtree(folder, ignore_errors=True)
@@ -375,11 +358,7 @@ def _clear_damage(folder: Path, paths: list[str]) -> None:
 
 
 def require_unchanged(inputs: Mapping[str, Any]) -> None:
-    """Compare the outputs of earlier steps with their manifests, right before a step reads them.
-
-    Raises:
-        DamagedError: a file differs.
-    """
+    """Compare the outputs of earlier steps with their manifests, right before a step reads them; raises `DamagedError`."""
     for result in step_results(inputs):
         outputs = [file for file in result.manifest if file.path.split("/")[0] in result.OUTPUTS]
         changes = find_changes(result.directory, outputs)

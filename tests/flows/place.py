@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def prefect_server(home):
+def prefect_server(home, port=None, **variables):
     """A Prefect server that several commands share, because starting one takes ten seconds; yields its address."""
-    [port] = free_ports(1)
+    port = port or free_ports(1)[0]
     log = home / "log.txt"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         server = subprocess.Popen(
             [sys.executable, "-m", *prefect_command(port)],
-            env=os.environ | prefect_environment(port, None) | {"PREFECT_HOME": str(home)},
+            env=os.environ | prefect_environment(port, None) | {"PREFECT_HOME": str(home)} | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -92,6 +92,18 @@ def _answers(address):
             return True
     except OSError:
         return False
+
+
+def wait_for_step(pattern, root, step, process, limit_s=600):
+    """The folder of the journal that has so many updates, once it has."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for journal in root.glob(pattern):
+            if len(journal.read_text().splitlines()) >= step:
+                return journal.parent
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no update {step} within {limit_s} s")
 
 
 @dataclass

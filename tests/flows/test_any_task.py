@@ -37,12 +37,6 @@ TASKS = {
         "rewards": ["format", "correctness", "brief"],
         "figures": ["reward", "accuracy", "format_rate"],
     },
-    "boxed": {
-        "rows": SUMS,
-        "completion": {"format": "boxed", "equality": "math"},
-        "rewards": ["format", "correctness", "brief"],
-        "figures": ["reward", "accuracy", "format_rate"],
-    },
     "style": {
         "rows": [{"question": f"Write about the number {number}."} for number in range(60)],
         "completion": {"format": "none"},

@@ -9,8 +9,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.flows.place import BIN, SMALL, Place
-from tests.flows.test_killed import wait_for_step
+from tests.flows.place import BIN, SMALL, Place, wait_for_step
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("interrupted"), pytest.mark.timeout(1800)]
 
@@ -74,13 +73,3 @@ def test_the_temporary_server_ends_with_a_command_that_is_killed(place):
     process.kill()
     process.communicate(timeout=60)
     assert alive(family) == []
-
-
-def test_the_same_command_continues_to_the_end(place):
-    process = started(place)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output[-3000:]
-    [journal] = place.root.glob("runs/small/train_stage/*/metrics.jsonl")
-    steps = [int(re.search(r'"step": (\d+)', line)[1]) for line in journal.read_text().splitlines()]
-    assert steps == list(range(1, UPDATES + 1))
-    assert place.parent("small").info.status == "FINISHED"

@@ -10,8 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.flows.place import BIN, SMALL, Place, ask
-from tests.flows.test_killed import wait_for_step
+from tests.flows.place import BIN, SMALL, Place, ask, wait_for_step
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long, pytest.mark.timeout(1800)]
 

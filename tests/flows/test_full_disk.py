@@ -8,8 +8,7 @@ import yaml
 
 from grpo_tasks.stage.checkpoint import is_intact
 from schemas.results.model import StageResult
-from tests.flows.place import SMALL
-from tests.flows.test_killed import wait_for_step
+from tests.flows.place import SMALL, wait_for_step
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long]
 

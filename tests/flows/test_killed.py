@@ -2,31 +2,18 @@
 
 import json
 import signal
-import time
 
 import psutil
 import pytest
 
 from schemas.results.model import StageResult
+from tests.flows.place import Place, wait_for_step
 from tests.flows.test_demo import assert_learnt
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
 
 
-def wait_for_step(pattern, root, step, process, limit_s=600):
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for journal in root.glob(pattern):
-            if len(journal.read_text().splitlines()) >= step:
-                return journal.parent
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    raise AssertionError(f"no update {step} within {limit_s} s")
-
-
 def test_a_killed_demo_resumes_and_learns_with_another_seed_too(tmp_path_factory):
-    from tests.flows.place import Place
-
     place = Place(tmp_path_factory.mktemp("killed"))
     command = ("run", "demo", "--set", "seed=7")
     process = place.start(*command)
@@ -38,10 +25,6 @@ def test_a_killed_demo_resumes_and_learns_with_another_seed_too(tmp_path_factory
     process.wait()
     _, alive = psutil.wait_procs(ours, timeout=60)
     assert not alive
-    # Prefect's temporary server does not notice that its command has gone.
-    for child in psutil.wait_procs(family, timeout=0)[1]:
-        child.terminate()
-
     place.grpo(*command)
     result = StageResult.load(stage_dir / "result.json")
     assert result.resumed == 1

@@ -1,4 +1,4 @@
-"""Which runs a note in a shared folder declares dead."""
+"""Which runs a record in a shared folder declares dead."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
-from flows.ends import Note, noted
+from flows.ends import ProcessRecord, recorded_process
 from grpo_tasks.processes.lifetime import ProcessIdentity
 from tests.flows.place import prefect_server
 
@@ -28,24 +28,22 @@ def ended():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = ProcessIdentity.of(process.pid)
     process.communicate()
-    return Note(identity.pid, identity.born)
+    return ProcessRecord(identity.pid, identity.born)
 
 
 def test_a_process_of_this_machine_is_dead_when_it_has_ended(ended):
-    assert ended.is_of_the_dead()
-    assert not Note.of().is_of_the_dead()
-
-
-def test_a_note_of_an_earlier_version_is_one_of_this_machine(ended):
-    assert Note(pid=ended.pid, born=ended.born).host == socket.gethostname()
+    assert ended.has_ended()
+    assert not ProcessRecord.of().has_ended()
+    # As an earlier version has recorded it.
+    assert ProcessRecord(pid=ended.pid, born=ended.born).host == socket.gethostname()
 
 
 def test_a_run_in_another_container_is_left_alone(ended, tmp_path):
     elsewhere = replace(ended, host="another-container")
-    assert not elsewhere.is_of_the_dead()
+    assert not elsewhere.has_ended()
     note = tmp_path / "7ab5a1cf-5f6b-4e0a-9c5d-0d3a5f3d3a55.json"
     note.write_text(json.dumps(asdict(elsewhere)))
-    with noted(tmp_path, "0f0f0f0f-5f6b-4e0a-9c5d-0d3a5f3d3a55"):
+    with recorded_process(tmp_path, "0f0f0f0f-5f6b-4e0a-9c5d-0d3a5f3d3a55"):
         assert len(list(tmp_path.iterdir())) == 2
     assert [path.name for path in tmp_path.iterdir()] == [note.name]
 
@@ -62,9 +60,9 @@ def test_a_run_that_is_retried_does_not_take_itself_for_dead(ended, tmp_path):
         notes.mkdir()
         note = notes / f"{run.id}.json"
         note.write_text(json.dumps(asdict(ended)))
-        with noted(notes, str(run.id)):
+        with recorded_process(notes, str(run.id)):
             assert client.read_flow_run(run.id).state.is_running()
-            assert Note(**json.loads(note.read_text())) == Note.of()
+            assert ProcessRecord(**json.loads(note.read_text())) == ProcessRecord.of()
     assert not note.exists()
 
 
@@ -72,6 +70,6 @@ def test_a_requeued_slurm_job_ran_on_a_lost_node(ended, monkeypatch):
     earlier = replace(ended, host="another-node", job="17")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert earlier.is_of_the_dead()
-    assert not replace(earlier, start=1).is_of_the_dead(), "another node of the same start"
-    assert not replace(earlier, job="18").is_of_the_dead()
+    assert earlier.has_ended()
+    assert not replace(earlier, start=1).has_ended(), "another node of the same start"
+    assert not replace(earlier, job="18").has_ended()

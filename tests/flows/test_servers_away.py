@@ -12,8 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.flows.place import SMALL, Place, end_group, prefect_server, started_mlflow
-from tests.flows.test_killed import wait_for_step
+from tests.flows.place import SMALL, Place, end_group, prefect_server, started_mlflow, wait_for_step
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long, pytest.mark.timeout(1800)]
@@ -166,12 +165,3 @@ def test_prefect_disappears_during_a_run(tmp_path):
         states = httpx.post(f"{api}/flow_runs/filter", json={}).json()
         assert [state["state_type"] for state in states] == ["COMPLETED"]
         between.shutdown()
-
-
-def test_a_prefect_server_that_was_never_there_is_reported_at_once(tmp_path):
-    [port] = free_ports(1)
-    place = Place(tmp_path, f"http://127.0.0.1:{port}/api")
-    place.write("small.yaml", yaml.safe_dump(LONG))
-    output = place.grpo("run", "small.yaml", expect=1, timeout=120)
-    assert "the Prefect server does not answer" in output
-    assert not (tmp_path / "runs").exists()

@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from tests.answering import answering
-from tests.flows.place import BIN, SMALL, Place
+from tests.flows.place import BIN, SMALL, Place, wait_for_step
 from tests.flows.test_full_disk import fill
-from tests.flows.test_killed import wait_for_step
 from tests.ports import free_ports
 
 QUICK_S = 60.0
@@ -41,15 +40,14 @@ def surroundings(lone_place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["run", "validate"])
 @pytest.mark.parametrize(
-    ("variable", "value", "says"),
+    ("command", "variable", "value", "says"),
     [
-        ("PREFECT_API_URL", "", "where: PREFECT_API_URL fix: correct it, or unset PREFECT_API_URL"),
-        ("PREFECT_API_URL", "127.0.0.1:4200/api", "it begins with none of http://"),
-        ("MLFLOW_TRACKING_URI", "databricks", "not the address of an MLflow server or database"),
-        ("MLFLOW_TRACKING_URI", "mlruns.db", "fix: sqlite:///mlruns.db where: MLFLOW_TRACKING_URI"),
-        ("MLFLOW_TRACKING_URI", "localhost:5000", "fix: http://localhost:5000 where: MLFLOW_TRACKING_URI"),
+        ("run", "PREFECT_API_URL", "", "where: PREFECT_API_URL fix: correct it, or unset PREFECT_API_URL"),
+        ("validate", "PREFECT_API_URL", "127.0.0.1:4200/api", "it begins with none of http://"),
+        ("run", "MLFLOW_TRACKING_URI", "databricks", "not the address of an MLflow server or database"),
+        ("validate", "MLFLOW_TRACKING_URI", "mlruns.db", "fix: sqlite:///mlruns.db where: MLFLOW_TRACKING_URI"),
+        ("run", "MLFLOW_TRACKING_URI", "localhost:5000", "fix: http://localhost:5000 where: MLFLOW_TRACKING_URI"),
     ],
 )
 def test_an_address_that_is_none_is_refused_at_once(surroundings, command, variable, value, says):

@@ -1,11 +1,10 @@
-"""A run whose policy calls a tool: pages show its conversations turn by turn, and the published model shows the tool."""
+"""A run whose policy calls a tool: pages show its conversations turn by turn, as text."""
 
 import html
 import re
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from tests.flows.place import SMALL, Place
 from tests.reporting.pages import assert_self_contained
@@ -55,36 +54,13 @@ def played(tmp_path_factory, prefect_api):
     return place
 
 
-def artifact(place, run, path):
-    return place.root / place.client.download_artifacts(run.info.run_id, path, str(place.root))
-
-
-def parents(place):
-    return [run for run in place.runs("small") if "mlflow.parentRunId" not in run.data.tags]
-
-
-def assert_shows_turns(text):
-    """The page shows conversations, and nothing in them is more than text."""
-    assert_self_contained(text)
-    assert TURN.search(text)
-    assert "<script>alert" not in text
-    assert "<img src=x" not in text
-
-
-def test_the_report_shows_conversations_turn_by_turn_as_text(played):
-    assert_shows_turns(artifact(played, parents(played)[0], "report/report.html").read_text(encoding="utf-8"))
-
-
-def test_the_comparison_shows_conversations_turn_by_turn_as_text(played):
-    first, second = (run.info.run_id for run in parents(played))
+def test_report_and_comparison_show_conversations_turn_by_turn_as_text(played):
+    first, second = (run.info.run_id for run in played.runs("small") if "mlflow.parentRunId" not in run.data.tags)
+    report = played.client.download_artifacts(first, "report/report.html", str(played.root))
     played.grpo("compare", first, second)
-    assert_shows_turns((played.root / "comparison.html").read_text(encoding="utf-8"))
-
-
-def test_the_published_model_shows_the_tool_of_its_training(played):
-    played.grpo("download", "small/1", "mine")
-    shown = AutoTokenizer.from_pretrained(played.root / "mine").apply_chat_template(
-        [{"role": "user", "content": "What is 1 + 2?"}], tokenize=False, add_generation_prompt=True
-    )
-    assert '"name": "add"' in shown
-    assert CONFIG["data"]["system_prompt"] in shown
+    for page in (played.root / report, played.root / "comparison.html"):
+        text = page.read_text(encoding="utf-8")
+        assert_self_contained(text)
+        assert TURN.search(text)
+        assert "<script>alert" not in text
+        assert "<img src=x" not in text

@@ -75,10 +75,13 @@ def test_validate_needs_no_prefect_and_its_second_call_skips_both_steps(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["run", "validate", "rewards"])
 @pytest.mark.parametrize(
-    ("data", "says"),
-    [({"train": "rowz.jsonl"}, "no such file"), ({"question_column": "Question"}, "no row has a column Question")],
+    ("command", "data", "says"),
+    [
+        ("run", {"train": "rowz.jsonl"}, "no such file"),
+        ("validate", {"question_column": "Question"}, "no row has a column Question"),
+        ("rewards", {"question_column": "Question"}, "no row has a column Question"),
+    ],
 )
 def test_a_missing_file_or_column_is_refused_before_anything_heavy_is_imported(here, command, data, says):
     write_config(here, **data)

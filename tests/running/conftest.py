@@ -1,15 +1,12 @@
 """A Prefect server for the tests here."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from grpo_tasks.operating.commands import prefect_command, prefect_environment
-from tests.flows.place import ask
+from tests.flows.place import ask, prefect_server
 from tests.ports import free_ports
 
 
@@ -18,31 +15,19 @@ class Server:
 
     def __init__(self, home):
         [self._port] = free_ports(1)
-        self.home, self.api = home, f"http://127.0.0.1:{self._port}/api"
-        never_expires = {"PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false"}
-        self.environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": self.api} | never_expires
+        self._home, self.api = home, f"http://127.0.0.1:{self._port}/api"
+        self.environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": self.api}
         self.start()
 
     def start(self):
-        environment = self.environment | prefect_environment(self._port, None)
-        with (self.home / "log.txt").open("ab") as log:
-            command = [sys.executable, "-m", *prefect_command(self._port)]
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        while not self._answers():
-            assert self._process.poll() is None, (self.home / "log.txt").read_text()
+        self._running = prefect_server(self._home, self._port, PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED="false")
+        self._running.__enter__()
 
     def stop(self):
-        self._process.terminate()
-        self._process.wait(timeout=60)
+        self._running.__exit__(None, None, None)
 
     def held(self, slot):
         return ask(f"{self.api}/v2/concurrency_limits/{slot}")["active_slots"]
-
-    def _answers(self):
-        try:
-            return ask(f"{self.api}/health")
-        except OSError:
-            return False
 
 
 @pytest.fixture(scope="session")

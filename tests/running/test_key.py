@@ -13,6 +13,11 @@ def key(**inputs):
     return content_key("step", (), inputs)
 
 
+def forget():
+    for cached in (key_module.code_sha256, key_module.code_behind, key_module._source):
+        cached.cache_clear()
+
+
 def test_the_key_follows_the_content_of_data_files_not_their_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     source = DataSource(path=str(path))
@@ -77,8 +82,6 @@ def test_the_key_follows_a_module_of_ours_that_only_the_config_names(tmp_path, m
     changed.parent.mkdir(parents=True)
     changed.write_text("x = 1\n")
     monkeypatch.setattr(key_module, "_ROOT", tmp_path)
-    for cached in (key_module.code_sha256, key_module.code_behind, key_module._source):
-        cached.cache_clear()
+    forget()
     assert key(interaction=interaction) != before
-    for cached in (key_module.code_sha256, key_module.code_behind, key_module._source):
-        cached.cache_clear()
+    forget()

@@ -1,17 +1,17 @@
-"""A step runs, or is skipped because its folder holds what it wrote; both inside a real flow."""
+"""A step runs, or is skipped because its folder holds what it wrote: in a flow, and in the same way without Prefect."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from prefect import flow
 
+from grpo_tasks.running import step as step_module
 from grpo_tasks.running.step import Work, step
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, DataError
 from schemas.results.data import PreparedData
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("running")]
 
 
 @dataclass
@@ -32,72 +32,82 @@ class Recorder:
 
 
 CALLS = []
-"""Inputs of the bodies that ran. They are named after real steps, whose files count for the content key."""
+"""Inputs of the bodies that ran."""
 
 
 def prepare_data(work: Work, rows: int) -> PreparedData:
-    """Write so many rows."""
+    """Write so many rows; none is a fault of the user's, 99 a process that dies once, 98 one that always dies."""
     CALLS.append(rows)
+    if rows == 0:
+        raise DataError("no rows")
+    if rows == 98 or CALLS == [99]:
+        raise ChildDied("killed")
     (work.directory / "rows.parquet").write_text("row\n" * rows)
+    work.artifact("rows", "# Rows")
     return PreparedData(key=work.key, directory=work.directory, seconds=0.0, sources=[], rows=rows)
 
 
-def validate_data(work: Work, rows: int) -> PreparedData:
-    """Fail as the user's data does, or as a process does that was killed."""
-    CALLS.append(rows)
-    raise DataError("no rows") if rows == 0 else ChildDied("killed")
-
-
 @pytest.fixture
-def run(server, tmp_path):
+def run(tmp_path):
     CALLS.clear()
     return Recorder(tmp_path / "runs")
 
 
-def in_flow(defined, run, *inputs):
-    """Call the step in a flow; its result."""
+@pytest.fixture(params=["alone", pytest.param("in a flow", marks=[pytest.mark.long, pytest.mark.xdist_group("running")])])
+def call(request, monkeypatch):
+    monkeypatch.setattr(step_module, "RETRY_DELAY_S", 0.0)
+    if request.param == "alone":
+        # As in a command without a flow, although other tests of this process have imported Prefect.
+        monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+        return lambda defined, run, *inputs: defined(run, *inputs)
+    request.getfixturevalue("server")
+    return lambda defined, run, *inputs: flow(name="one-step")(lambda: defined(run, *inputs))()
 
-    @flow(name="one-step")
-    def one_step():
-        return defined(run, *inputs)
 
-    return one_step()
-
-
-def test_a_finished_step_is_skipped_until_its_inputs_or_its_files_change(run):
+def test_a_finished_step_is_skipped_until_its_inputs_or_its_files_change(call, run):
     defined = step()(prepare_data)
-    first = in_flow(defined, run, 3)
-    again = in_flow(defined, run, 3)
+    first = call(defined, run, 3)
+    again = call(defined, run, 3)
     assert (CALLS, again.directory) == ([3], first.directory)
-    other = in_flow(defined, run, 4)
+    other = call(defined, run, 4)
     assert (CALLS, other.directory.parent) == ([3, 4], first.directory.parent)
     (first.directory / "rows.parquet").write_text("row\n")
-    in_flow(defined, run, 3)
+    call(defined, run, 3)
     assert CALLS == [3, 4, 3]
     assert (first.directory / "rows.parquet").read_text() == "row\n" * 3
     run.fresh = True
-    in_flow(defined, run, 3)
+    call(defined, run, 3)
     assert CALLS == [3, 4, 3, 3]
     assert run.recorded == [3, 3, 4, 3, 3], "a skipped step is recorded too"
 
 
-def test_a_step_that_is_not_cached_runs_every_time(run):
+def test_a_step_that_is_not_cached_runs_every_time(call, run):
     defined = step(cached=False)(prepare_data)
     for _ in range(2):
-        in_flow(defined, run, 3)
+        call(defined, run, 3)
     assert CALLS == [3, 3]
 
 
-def test_an_error_of_the_users_is_recorded_and_not_retried(run):
+def test_an_error_of_the_users_is_recorded_and_not_retried(call, run):
     with pytest.raises(DataError, match="no rows"):
-        in_flow(step(retries=2)(validate_data), run, 0)
+        call(step(retries=2)(prepare_data), run, 0)
     assert CALLS == [0]
     [(name, directory, error)] = run.failed
-    assert (name, error) == ("validate_data", "no rows")
+    assert (name, error) == ("prepare_data", "no rows")
     assert not (directory / "result.json").exists()
 
 
-def test_a_step_whose_process_died_is_tried_again(run):
+def test_a_dead_process_is_tried_again_as_the_step_says(call, run):
+    assert call(step(retries=1)(prepare_data), run, 99).rows == 99
+    assert CALLS == [99, 99]
     with pytest.raises(ChildDied):
-        in_flow(step(retries=1)(validate_data), run, 1)
-    assert CALLS == [1, 1]
+        call(step(retries=1)(prepare_data), run, 98)
+    assert CALLS == [99, 99, 98, 98]
+
+
+def test_the_log_says_what_was_done_and_what_was_skipped(run, caplog, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+    caplog.set_level(logging.INFO, "grpo")
+    for _ in range(2):
+        step()(prepare_data)(run, 3)
+    assert ["done" in caplog.messages[0], "unchanged, skipped" in caplog.messages[1]] == [True, True]

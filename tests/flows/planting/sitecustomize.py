@@ -1,7 +1,6 @@
-"""A fault of our own code, planted into every process that has this folder in PYTHONPATH; PLANTED names it (planted_models.py).
+"""A fault of our own code, planted into every process that has this folder in PYTHONPATH; PLANTED names it.
 
-Python imports this module when it starts. The fault is planted as soon as the module it belongs to has been imported, so that
-processes that do not need the module do not pay for it.
+It is planted as soon as the module it belongs to has been imported (test_planted_models.py).
 """
 
 import importlib.abc
