@@ -45,7 +45,7 @@ STARTED = {
     "train_stage": {"grpo_tasks.grpo.__main__"},
     "evaluate_model": {"grpo_tasks.rollout.__main__", "grpo_tasks.rewards.serve", "grpo_tasks.environments.serve"},
     "merge_adapter": {"grpo_tasks.policy.__main__"},
-    "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.served.proof"},
+    "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.proof"},
 }
 """Modules that a step starts in processes of their own."""
 

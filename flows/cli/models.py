@@ -23,7 +23,7 @@ from schemas.errors import UserError
 from schemas.paths import resolve
 
 if TYPE_CHECKING:
-    from grpo_tasks.reporting.compare import Comparison
+    from grpo_tasks.report import Comparison
     from schemas.config.operations import TrackingConfig
     from schemas.results.publication import Approval
 
@@ -200,7 +200,7 @@ def compare(
     """Compare two runs: settings, paired evaluation differences, curves, completions on which they disagree."""
     with report_errors(reads=True):
         prepare_environment()
-        from grpo_tasks.reporting.compare import compare_runs, write_comparison
+        from grpo_tasks.report import compare_runs, write_comparison
         from grpo_tasks.tracking.past_runs import load_past_run
 
         tracking = tracking_at(tracking_uri)
@@ -260,7 +260,7 @@ def resume_suspended(run_id: str, version: str, approval: "Approval", tracking: 
 
     from grpo_tasks.tracking.store import open_store, run_or_none
 
-    run = open_store(tracking).ask(lambda client: run_or_none(client, run_id))
+    run = open_store(tracking).call(lambda client: run_or_none(client, run_id))
     known = run.data.tags.get("prefect.flow_run_id") if run is not None else None
     if not known:
         return

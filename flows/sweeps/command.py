@@ -124,7 +124,7 @@ def _update_seconds(folder: Path) -> float | None:
 
 def show_sweep(result: "SweepResult") -> None:
     """Print the table of a sweep, the best run, and how to publish it."""
-    from grpo_tasks.tracking.shown.sweep import cells
+    from grpo_tasks.tracking.sweep import cells
     from schemas.config.grid import short_names
 
     # Why a run ended is too long for a column.

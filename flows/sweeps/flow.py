@@ -20,7 +20,7 @@ from flows.sweeps.variant import Plan, plans_of
 from flows.temporary_server import locked_flow
 from grpo_tasks.processes.child import ERROR, POLL_S, RESULT, SPEC, Child, error_of
 from grpo_tasks.running.orchestrator import flow_run_id, flow_run_url, locked, run_logger, show_artifact
-from grpo_tasks.tracking.shown.sweep import SweepRun, cells, compare_link, markdown
+from grpo_tasks.tracking.sweep import SweepRun, cells, compare_link, markdown
 from schemas.config.grid import Grid, Variant, make_grid
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
@@ -227,11 +227,11 @@ def sweep_flow(
         try:
             result = supervisor.run()
         except BaseException as fault:
-            tracked.end("FAILED" if isinstance(fault, Exception) else "KILLED")
+            tracked.handle.end("FAILED" if isinstance(fault, Exception) else "KILLED")
             raise
         if result.computed:
             tracked.show(result)
-        tracked.end("FINISHED")
+        tracked.handle.end("FINISHED")
         return result
 
 

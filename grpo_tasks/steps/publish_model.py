@@ -12,9 +12,9 @@ from grpo_tasks.processes.child import SPEC, run_module
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
+from grpo_tasks.tracking.proof import ServedSpec
 from grpo_tasks.tracking.publishing import prepare_publishing, publish
 from grpo_tasks.tracking.registry import publish_lock
-from grpo_tasks.tracking.served.proof import ServedSpec
 from schemas.config.run import RunConfig
 from schemas.results.base import Section
 from schemas.results.evaluation import EvalReport, GuardCheck
@@ -91,4 +91,4 @@ def _prove(directory: Path, spec: ServedSpec) -> None:
     folder = directory / "served"
     folder.mkdir(exist_ok=True)
     spec.save(folder / SPEC)
-    run_module("grpo_tasks.tracking.served.proof", folder)
+    run_module("grpo_tasks.tracking.proof", folder)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from grpo_tasks.reporting.report import RunResults, against_rejection, markdown, write_html
+from grpo_tasks.report import RunResults, against_rejection, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, LabReport

@@ -4,8 +4,8 @@
     an older schema        ->  a copy is migrated, then renamed; the old file is kept under another name
     a partial migration    ->  the same. If the copy cannot be migrated: a file without runs is replaced, one with runs is refused
 
-MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start. All uses of mlflow's
-private migration functions are in this module.
+MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start. Only this module uses
+mlflow's private migration functions.
 """
 
 import logging
@@ -46,10 +46,7 @@ def lock_file(file: Path, what: str) -> Path:
 
 
 def make_ready(file: Path) -> None:
-    """Make sure that a complete database with the schema of the installed MLflow is at `file`. After a kill, call it again.
-
-    Raises `TrackingError` where it is no database, is in use, was made by a newer MLflow, or is broken and holds runs.
-    """
+    """Make sure that a complete database with the schema of the installed MLflow is at `file`, or raise `TrackingError`."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if _is_ready(file):
@@ -69,7 +66,6 @@ def make_ready(file: Path) -> None:
 
 
 def _build(file: Path) -> None:
-    """Build the database under another name, and let it take the place of `file`."""
     new = file.with_name(f".{file.name}.new")
     # A killed attempt may have left one.
     _remove(new)
@@ -82,8 +78,8 @@ def _build(file: Path) -> None:
         connection.execute("PRAGMA journal_mode = DELETE")
         # Every process can read it now, none can write.
         connection.execute("BEGIN IMMEDIATE")
-        version, scripts = _version(connection), ScriptDirectory.from_config(utils._get_alembic_config(""))
-        if version is not None and version not in {script.revision for script in scripts.walk_revisions()}:
+        version = _version(connection)
+        if version is not None and version not in _schema():
             raise TrackingError(
                 f"another MLflow version made this store: the installed one does not know its schema {version}",
                 place=str(file),
@@ -117,13 +113,20 @@ def _build(file: Path) -> None:
         new.replace(file)
 
 
+@cache
+def _schema() -> list[str]:
+    """The revisions of the installed MLflow's schema, the newest last."""
+    scripts = ScriptDirectory.from_config(utils._get_alembic_config(""))
+    return [script.revision for script in scripts.walk_revisions()][::-1]
+
+
 def _is_ready(file: Path) -> bool:
     # Connecting to a missing file would create an empty one.
     if not file.exists():
         return False
     with closing(sqlite3.connect(file)) as connection:
         # A migration writes the version last, so the current version means that every table is final.
-        return _version(connection) == _head() and set(Base.metadata.tables) <= _names(connection)
+        return _version(connection) == _schema()[-1] and set(Base.metadata.tables) <= _names(connection)
 
 
 def _names(connection: sqlite3.Connection) -> set[str]:
@@ -135,11 +138,6 @@ def _version(connection: sqlite3.Connection) -> str | None:
         return None
     found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
     return found[0] if found else None
-
-
-@cache
-def _head() -> str:
-    return str(utils._get_latest_schema_revision())
 
 
 def _user_rows(connection: sqlite3.Connection) -> int:

@@ -36,8 +36,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 def flatten(section: BaseModel) -> dict[str, str]:
     """All fields of a section of the configuration, nested ones under dotted keys."""
     params: dict[str, str] = {}
-    for key, value in _leaves(section.model_dump(mode="json"), ""):
-        params |= _split(_clean(key), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    for name, value in _leaves(section.model_dump(mode="json"), ""):
+        key, text = _clean(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        params[key] = text
+        if len(text) > MAX_VALUE:
+            parts = [text[start : start + MAX_VALUE] for start in range(0, len(text), MAX_VALUE)]
+            digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+            params[key] = f"{len(text)} characters in {len(parts)} parts, sha256 {digest}"
+            params |= {f"{key}.part{number}": part for number, part in enumerate(parts, start=1)}
     return params
 
 
@@ -66,19 +72,10 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _clean(key: str) -> str:
     clean = re.sub(r"[^\w.\- ]", lambda found: f"_x{ord(found[0]):X}_", key, flags=re.ASCII)
-    # `_split` may append a suffix.
+    # Room for a suffix.
     if len(clean) <= MAX_KEY - len(".part999"):
         return clean
     return f"{clean[:200]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-
-def _split(key: str, text: str) -> dict[str, str]:
-    if len(text) <= MAX_VALUE:
-        return {key: text}
-    parts = [text[start : start + MAX_VALUE] for start in range(0, len(text), MAX_VALUE)]
-    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    head = {key: f"{len(text)} characters in {len(parts)} parts, sha256 {digest}"}
-    return head | {f"{key}.part{number}": part for number, part in enumerate(parts, start=1)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """One MLflow run, written only by calls that can be repeated.
 
-    once(marker, work)   ->  skipped if the marker is set; otherwise: wake, work, and set the marker last
+    once(marker, work)   ->  skipped if the marker is set; otherwise: run the work, and set the marker last
 
-Reading a run does not change it: its status becomes RUNNING with the first write (`wake`). After a kill between work and marker
-the work runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the upload;
-files and tables are replaced.
+Reading a run does not change it: its status becomes RUNNING with the first write. After a kill between work and marker the work
+runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the upload; files and
+tables are replaced.
 """
 
 import json
@@ -32,9 +32,9 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class RunHandle:
-    """A parent or child run. `on_wake` is called once, before the first write."""
+    """A parent or child run. `on_start` is called once, before the first write."""
 
-    def __init__(self, store: Store, run: Run, *, on_wake: Callable[["RunHandle"], None] | None = None) -> None:
+    def __init__(self, store: Store, run: Run, *, on_start: Callable[["RunHandle"], None] | None = None) -> None:
         self.store = store
         self.run_id: str = run.info.run_id
         self.experiment_id: str = run.info.experiment_id
@@ -42,27 +42,27 @@ class RunHandle:
         self.started_ms: int = run.info.start_time
         self._params = dict(run.data.params)
         self._markers = _markers(run.data.tags)
-        self._on_wake = on_wake
-        self._awake = False
+        self._on_start = on_start
+        self._writes = False
 
-    def wake(self) -> None:
+    def mark_running(self) -> None:
         """Set the status to RUNNING. Every method that writes calls this first."""
-        if self._awake:
+        if self._writes:
             return
-        self._awake = True
+        self._writes = True
         if self.status != "RUNNING":
-            self.store.ask(lambda client: client.update_run(self.run_id, status="RUNNING"))
+            self.store.call(lambda client: client.update_run(self.run_id, status="RUNNING"))
             self.status = "RUNNING"
-        if self._on_wake:
-            self._on_wake(self)
+        if self._on_start:
+            self._on_start(self)
 
     def end(self, status: EndStatus) -> None:
         """Set the final status, unless the run already has it and this handle has written nothing."""
-        if not self._awake and self.status == status:
+        if not self._writes and self.status == status:
             return
-        self.store.ask(lambda client: client.set_terminated(self.run_id, status=status))
+        self.store.call(lambda client: client.set_terminated(self.run_id, status=status))
         self.status = status
-        self._awake = False
+        self._writes = False
 
     def once(self, marker: str, work: Callable[[], None]) -> bool:
         """Run repeatable work unless it was recorded completely; True when it ran now."""
@@ -72,24 +72,25 @@ class RunHandle:
         # shared by all runs, so that lock files do not accumulate.
         with self.store.lock(f"record-{self.run_id[:1]}", who=f"a process that records the run {self.run_id}"):
             # The other process may have recorded it while this one waited.
-            self._markers |= _markers(self.store.ask(lambda client: client.get_run(self.run_id)).data.tags)
+            self._markers |= _markers(self._tags())
             if marker in self._markers:
                 return False
-            self.wake()
+            self.mark_running()
             work()
             self._markers.add(marker)
-            self.tags(_marker_tags(self._markers))
+            texts = map("\n".join, batches(sorted(self._markers), lambda line: len(line) + 1, _MARKER_CHARS))
+            self.tags({MARKER if number == 1 else f"{MARKER}.{number}": text for number, text in enumerate(texts, start=1)})
         return True
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags. Existing tags of the same name are overwritten."""
-        self.wake()
+        self.mark_running()
         for batch in batches(tags.items(), _weight, _BYTES_PER_CALL):
             self._send(tags=[RunTag(key, hide_written(value)) for key, value in batch])
 
     def params(self, params: Mapping[str, str]) -> None:
         """Log parameters. MLflow cannot change one, so a value that differs from the first becomes the tag `param.KEY`."""
-        self.wake()
+        self.mark_running()
         params = {key: hide_written(value) for key, value in params.items()}
         new = {key: value for key, value in params.items() if key not in self._params}
         for batch in batches(new.items(), _weight, _BYTES_PER_CALL):
@@ -104,42 +105,49 @@ class RunHandle:
         self.log_metrics([Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()])
 
     def log_metrics(self, metrics: list[Metric]) -> None:
-        """Log metric entities."""
+        """`metrics` with a step, a model or a data set of their own."""
         for batch in batches(metrics, lambda _: 1, MAX_METRICS):
-            self.wake()
+            self.mark_running()
             self._send(metrics=batch)
 
     def _send(self, *, metrics: Sequence[Metric] = (), params: Sequence[Param] = (), tags: Sequence[RunTag] = ()) -> None:
-        self.store.ask(lambda client: client.log_batch(self.run_id, metrics=metrics, params=params, tags=tags))
+        self.store.call(lambda client: client.log_batch(self.run_id, metrics=metrics, params=params, tags=tags))
+
+    def _tags(self) -> dict[str, str]:
+        return self.store.call(lambda client: client.get_run(self.run_id)).data.tags
 
     def file(self, path: Path, folder: str | None = None) -> None:
         """Upload a file, replacing one of the same name."""
-        self.wake()
-        self.store.ask(lambda client: client.log_artifact(self.run_id, str(path), folder))
+        self.mark_running()
+        self.store.call(lambda client: client.log_artifact(self.run_id, str(path), folder))
 
     def files(self, directory: Path, folder: str) -> None:
         """Upload the contents of a directory, if it exists."""
         if directory.is_dir():
-            self.wake()
-            self.store.ask(lambda client: client.log_artifacts(self.run_id, str(directory), folder))
+            self.mark_running()
+            self.store.call(lambda client: client.log_artifacts(self.run_id, str(directory), folder))
 
     def text(self, text: str, name: str) -> None:
         """Upload a text as a file, without the secrets in it."""
-        self.wake()
-        shown = hide_written(text)
-        self.store.ask(lambda client: client.log_text(self.run_id, shown, name))
+        self.mark_running()
+        self.store.call(lambda client: client.log_text(self.run_id, hide_written(text), name))
 
     def table(self, frame: pl.DataFrame, name: str) -> None:
         """Upload a frame as an MLflow table, replacing an earlier one. Long texts are shortened; the Parquet artifact is not."""
         # Imported here: it takes long, and most processes draw no table.
         import pandas as pd
 
+        def cell(value: object, *, nested: bool) -> object:
+            if nested and value is not None:
+                value = json.dumps(value, ensure_ascii=False, default=str)
+            if isinstance(value, str) and len(value) > _SHOWN_CHARS:
+                return f"{value[:_SHOWN_CHARS]} ... ({len(value)} characters)"
+            return value
+
+        columns = {one.name: [cell(value, nested=one.dtype.is_nested()) for value in one.to_list()] for one in frame}
         # Not mlflow's log_table, which appends to a table that is there. Its format, and the tag by which the UI finds it:
-        text = pd.DataFrame(_columns(frame)).to_json(orient="split", index=False, date_format="iso")
-        self.text(text, name)
-        known = json.loads(
-            self.store.ask(lambda client: client.get_run(self.run_id)).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]")
-        )
+        self.text(pd.DataFrame(columns).to_json(orient="split", index=False, date_format="iso"), name)
+        known = json.loads(self._tags().get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
         if (entry := {"path": name, "type": "table"}) not in known:
             self.tags({MLFLOW_LOGGED_ARTIFACTS: json.dumps([*known, entry])})
 
@@ -149,28 +157,6 @@ def _markers(tags: Mapping[str, str]) -> set[str]:
     # Runs of earlier versions have a tag `MARKER.NAME` with the text `true` for each marker.
     lists = (tag.removeprefix(f"{MARKER}.") if text == "true" else text for tag, text in ours.items())
     return {marker for names in lists for marker in names.split("\n")}
-
-
-def _marker_tags(markers: set[str]) -> dict[str, str]:
-    texts = [""]
-    for marker in sorted(markers):
-        if len(texts[-1]) + len(marker) >= _MARKER_CHARS:
-            texts.append("")
-        texts[-1] += f"\n{marker}" if texts[-1] else marker
-    return {MARKER if number == 1 else f"{MARKER}.{number}": text for number, text in enumerate(texts, start=1)}
-
-
-def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:
-    """Columns of plain JSON values; nested values become JSON text."""
-
-    def shown(value: object, *, nested: bool) -> object:
-        if nested and value is not None:
-            value = json.dumps(value, ensure_ascii=False, default=str)
-        if isinstance(value, str) and len(value) > _SHOWN_CHARS:
-            return f"{value[:_SHOWN_CHARS]} ... ({len(value)} characters)"
-        return value
-
-    return {series.name: [shown(value, nested=series.dtype.is_nested()) for value in series.to_list()] for series in frame}
 
 
 def batches(items: Iterable[T], weigh: Callable[[T], int], most: int) -> Iterator[list[T]]:

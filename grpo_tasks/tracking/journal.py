@@ -31,12 +31,9 @@ from grpo_tasks.tracking.store import FAULTS, Store, at_the_end, is_conflict, is
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
-FINAL = "final/"
-"""Prefix of the figures of a finished stage. They are not steps of the journal."""
+FINAL, SYSTEM = "final/", "system/"
+"""Prefixes of the figures of a finished stage and of the machine. They are not steps of the journal."""
 _TAG_CHARS = 2_000
-
-SYSTEM = "system/"
-"""Prefix of the figures of the machine. They are not steps of the journal either."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +86,7 @@ class JournalShipper:
         self._tail = JsonLinesTail(StageDir(self.stage_dir).journal, JOURNAL_KEYS | {"timestamp_ms": int})
 
     def ship(self) -> bool:
-        """Send the complete lines written since the last call; False when the store could not be reached (no line is lost).
-
-        Raises `TrackingError` where the store replied and refused.
-        """
+        """Send the complete lines written since the last call; False when the store is away; an error if it refused."""
         for line in self._tail.read():
             step, timestamp_ms, known = line["step"], line["timestamp_ms"], line["metrics"].items()
             metrics = [Metric(name, float(value), timestamp_ms, step) for name, value in known if value is not None]
@@ -135,9 +129,9 @@ class JournalShipper:
         if not self._waiting and not events:
             return
         run = self._run = self._run or self.open_child()
-        # No `ask` below: its retries would block the loop that follows the training, and the next `ship` comes soon.
+        # No `call` below: its retries would block the loop that follows the training, and the next `ship` comes soon.
         if events:
-            run.wake()
+            run.mark_running()
             self.store.client.log_batch(run.run_id, tags=[RunTag(name, text) for name, text in events.items()])
             self._sent_events |= events
         if self._last_step is None:
@@ -146,7 +140,7 @@ class JournalShipper:
             self._last_step = max(steps, default=0)
         waiting = sorted((step, metrics) for step, metrics in self._waiting.items() if step > self._last_step)
         if waiting:
-            run.wake()
+            run.mark_running()
         for batch in batches(waiting, lambda line: len(line[1]), MAX_METRICS):
             self.store.client.log_batch(run.run_id, metrics=[metric for _, metrics in batch for metric in metrics])
             # Set after each batch: if the next call fails, `ship` does not send this one again.
@@ -155,5 +149,5 @@ class JournalShipper:
         now = int(time.time() * 1000)
         sample = [Metric(name, value, now, self._last_step) for name, value in self.machine.sample().items()]
         if sample:
-            run.wake()
+            run.mark_running()
             self.store.client.log_batch(run.run_id, metrics=sample)

@@ -9,9 +9,7 @@
 A separate process, forked from one that has transformers loaded: mlflow imports all of transformers only to copy a folder.
 """
 
-import re
 from collections.abc import Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 from shutil import copyfile, copytree
 from typing import Any
@@ -32,7 +30,7 @@ from schemas.prompts import PLAIN
 from schemas.results.base import Result
 
 CODE = "chat_model.py"
-"""File of an artifact with its model's code, and of served/ in this room."""
+"""The model's code: the file of an artifact, and of this room."""
 
 
 class LogSpec(Result):
@@ -51,16 +49,13 @@ class LogSpec(Result):
     """Expected SHA-256 over all files of the adapter's folder; None for an adapter from elsewhere."""
     requirements: list[str]
     settings: dict[str, Any] = Field(default_factory=dict)
-    """How the model generates where a request says nothing (served/chat_model.py lists the settings)."""
+    """How the model generates where a request says nothing (chat_model.py lists the settings)."""
     example: list[dict[str, str]] = Field(default_factory=list)
     """A held-out prompt, shown as the input example."""
 
 
 def log_model(spec: LogSpec) -> None:
-    """Upload the folder under the model's id. MLflow allows that once per id: after an interrupted upload, use a new id.
-
-    Raises `DamagedError` where the folder differs from what the merge proof covers, before or after the upload.
-    """
+    """Upload the folder under the model's id, which MLflow allows once. `DamagedError` unless the merge proof covers it."""
     store = open_store(spec.tracking, known=True)
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     if spec.adapter is not None and spec.adapter_sha256 is not None:
@@ -75,7 +70,7 @@ def log_model(spec: LogSpec) -> None:
     try:
         require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     except DamagedError:
-        store.ask(lambda client: client.delete_logged_model(spec.model_id))
+        store.call(lambda client: client.delete_logged_model(spec.model_id))
         raise
 
 
@@ -96,8 +91,7 @@ class _Flavor:
             # Given, because mlflow would load the model in a new process to find out.
             pip_requirements=spec.requirements,
         )
-        with as_file(files("grpo_tasks.tracking.served") / CODE) as code:
-            copyfile(code, Path(path) / CODE)
+        copyfile(Path(__file__).with_name(CODE), Path(path) / CODE)
         written = mlflow_model.flavors["python_function"]
         mlflow.pyfunc.add_to_model(
             mlflow_model,
@@ -141,11 +135,6 @@ def default_settings(config: RunConfig) -> dict[str, str | int | float | bool | 
         "device": "auto",
         "dtype": "auto",
     }
-
-
-def pinned(packages: dict[str, str], names: Sequence[str]) -> list[str]:
-    """Requirements NAME==VERSION of installed packages, without the local part of a version: no index has torch 2.13.0+cpu."""
-    return [f"{name}=={re.split('[+]', packages[name])[0]}" for name in names if name in packages]
 
 
 def require_proved(sha256: str, proved: str, folder: Path, *, what: str = "merged model") -> None:

@@ -32,12 +32,10 @@ ADAPTER = "adapter"
 """Artifact path of an adapter: in the run of its stage, and beside the model that it was merged into."""
 ORIGIN = "grpo.json"
 """File that `grpo download` adds to a model's folder: its lineage."""
-
-_log = logging.getLogger(__name__)
-
-
 Manifest = dict[str, dict[str, str | int]]
 """By file name: SHA-256 and size in bytes."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Champion:
 
 def current_champion(store: Store, name: str) -> Champion | None:
     """The current champion of a registered model; None when there is no such model or no alias."""
-    found = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
+    found = store.call(lambda client: version_or_none(client, name, alias=CHAMPION))
     if found is None:
         return None
     return Champion(version=str(found.version), sha256=found.tags.get(SHA_TAG, ""), run_id=found.run_id or "")
@@ -65,6 +63,15 @@ def check_champion(name: str, tracking: TrackingConfig) -> None:
     if champion is not None:
         with _comparable(name, champion):
             read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
+
+
+def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
+    """The current champion and its verified files below `directory`, fetched once per version; None when there is no champion."""
+    champion = current_champion(open_store(tracking), name)
+    if champion is None:
+        return None
+    with _comparable(name, champion):
+        return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)
 
 
 @contextmanager
@@ -81,18 +88,6 @@ def _comparable(name: str, champion: Champion) -> Iterator[None]:
         raise type(error)(said, place=error.place, fix=fix) from error
 
 
-def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
-    """The current champion and its verified files below `directory`; None when there is no champion. Fetched once per version.
-
-    Raises `ModelError` where this project did not publish the version, or a file differs from what was published.
-    """
-    champion = current_champion(open_store(tracking), name)
-    if champion is None:
-        return None
-    with _comparable(name, champion):
-        return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)
-
-
 def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
     """The model of NAME@ALIAS or NAME/VERSION below `directory`, verified (`fetch_version`) and fetched once per version."""
     version = find_version(uri, tracking)
@@ -103,41 +98,33 @@ def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> Model
 
 
 def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) -> Path:
-    """The adapter that a version was merged from, below `directory`, verified and fetched once.
-
-    Raises `ModelError` where there is no such version, it has no adapter, or the adapter differs from what was recorded.
-    """
+    """The adapter that a version was merged from, below `directory`, verified and fetched once; else `ModelError`."""
     version = find_version(reference, tracking)
     store, run_id = open_store(tracking), version.run_id or ""
     experiment = run_of(store, version).info.experiment_id if run_id else ""
     name, sha256 = f"version {version.version} of {version.name}", hash_of(version, ADAPTER_HASH)
     target = directory / f"{version.name}-{version.version}-{run_id[:8] or 'none'}-adapter"
-    if _is_adapter(target, sha256):
+    weights = target / "adapter_model.safetensors"
+    if weights.is_file() and file_sha256(weights) == sha256:
         return target
     shutil.rmtree(target, ignore_errors=True)
     ours = f"tags.`mlflow.parentRunId` = '{run_id}' and tags.`{SHA_TAG}` = '{sha256}'"
-    stages = store.ask(lambda client: client.search_runs([experiment], ours)) if run_id and sha256 else []
+    stages = store.call(lambda client: client.search_runs([experiment], ours)) if run_id and sha256 else []
     with tempfile.TemporaryDirectory() as folder:
         found = filter(None, (store.download(run.info.run_id, ADAPTER, Path(folder)) for run in stages))
         if adapter := next(found, None):
             shutil.copytree(adapter, target)
     if not target.exists():
         raise ModelError(f"{name} has no adapter", place=store.uri, fix=f"it is complete: grpo download {reference} DIR")
-    if not _is_adapter(target, sha256):
+    if not weights.is_file() or file_sha256(weights) != sha256:
         raise ModelError(f"the adapter of {name} differs from what was recorded (other SHA-256)", place=store.uri)
     return target
 
 
-def _is_adapter(folder: Path, sha256: str) -> bool:
-    weights = folder / "adapter_model.safetensors"
-    return weights.is_file() and file_sha256(weights) == sha256
-
-
 def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path, *, ours: bool = False) -> Path:
-    """Download the files of a version into `target`. Every download of a registered model goes through here.
+    """Download the files of a version into `target`. Tag, manifest and every file must agree, else `ModelError`.
 
-    The tag in the registry, the manifest in the store and every file must agree, or it raises `ModelError`. With `ours` the
-    folder belongs to the pipeline: when a file in it differs, the model is fetched again instead of refused.
+    With `ours` the folder belongs to the pipeline: when a file in it differs, the model is fetched again instead of refused.
     """
     store = open_store(tracking)
     manifest = read_manifest(store, version)
@@ -170,6 +157,33 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
     return target
 
 
+def _faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Names of files that are missing or differ, and of files that the manifest does not list."""
+    found = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    wrong = [
+        name
+        for name, entry in manifest.items()
+        if name not in found or found[name].stat().st_size != entry["size"] or file_sha256(found[name]) != entry["sha256"]
+    ]
+    return wrong + sorted(found.keys() - manifest.keys() - {ORIGIN})
+
+
+def _fetch(store: Store, version: ModelVersion, name: str, folder: Path) -> None:
+    """Download one file into `folder`. It arrives in another folder and is moved: a kill leaves no incomplete file behind."""
+    incoming = folder / ".incoming"
+    uri = f"models:/{version.name}/{version.version}/{FOLDER}/{name}"
+
+    def load(_: MlflowClient) -> str:
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir()
+        return str(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(incoming)))
+
+    arrived = Path(store.call_globally(load))
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    arrived.replace(folder / name)
+    shutil.rmtree(incoming)
+
+
 def manifest_path(sha256: str) -> str:
     """Artifact path, in the parent run, of the manifest of a merged model."""
     return f"publication/manifest-{sha256[:16]}.json"
@@ -177,8 +191,8 @@ def manifest_path(sha256: str) -> str:
 
 def manifest_of(folder: Path) -> Manifest:
     """SHA-256 and size of every file of a model folder."""
-    names = [(path, path.relative_to(folder).as_posix()) for path in files_below(folder)]
-    return {name: {"sha256": file_sha256(path), "size": path.stat().st_size} for path, name in names}
+    files = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    return {name: {"sha256": file_sha256(path), "size": path.stat().st_size} for name, path in files.items()}
 
 
 def manifest_sha256(manifest: Manifest) -> str:
@@ -196,19 +210,19 @@ def read_manifest(store: Store, version: ModelVersion) -> Manifest:
             place=store.uri,
             fix=f"mlflow artifacts download -u models:/{version.name}/{version.version}",
         )
-    run = run_of(store, version)
-    text = store.read(run.info.run_id, manifest_path(sha256))
+    run, path = run_of(store, version), manifest_path(sha256)
+    text = store.read(run.info.run_id, path)
     if text is None:
         raise ModelError(
             f"{of} has no manifest any more: it is not where MLflow has left it",
-            place=f"{run.info.artifact_uri}/{manifest_path(sha256)}",
+            place=f"{run.info.artifact_uri}/{path}",
             fix="put the artifacts back, or run its config again, which uploads them",
         )
     manifest = parse_manifest(text)
     if manifest is None or manifest_sha256(manifest) != sha256:
         raise ModelError(
             f"the manifest of {of} does not agree with the registry (tag {SHA_TAG})",
-            place=f"{store.uri}, run {version.run_id}, {manifest_path(sha256)}",
+            place=f"{store.uri}, run {version.run_id}, {path}",
             fix="do not use this version: its manifest or its tag was changed; publish the model again",
         )
     return manifest
@@ -225,32 +239,3 @@ def parse_manifest(text: str) -> Manifest | None:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ModelError(f"the manifest names a file outside the model: {name}", fix="do not use this model")
     return manifest
-
-
-def _faults(folder: Path, manifest: Manifest) -> list[str]:
-    """Names of files that are missing or differ, and of files that the manifest does not list."""
-    wrong = [
-        name
-        for name, entry in manifest.items()
-        if not (folder / name).is_file()
-        or (folder / name).stat().st_size != entry["size"]
-        or file_sha256(folder / name) != entry["sha256"]
-    ]
-    found = {path.relative_to(folder).as_posix() for path in files_below(folder)}
-    return wrong + sorted(found - manifest.keys() - {ORIGIN})
-
-
-def _fetch(store: Store, version: ModelVersion, name: str, folder: Path) -> None:
-    """Download one file into `folder`. It arrives in another folder and is moved: a kill leaves no incomplete file behind."""
-    incoming = folder / ".incoming"
-    uri = f"models:/{version.name}/{version.version}/{FOLDER}/{name}"
-
-    def work(_: MlflowClient) -> str:
-        shutil.rmtree(incoming, ignore_errors=True)
-        incoming.mkdir()
-        return str(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(incoming)))
-
-    arrived = Path(store.ask_globally(work))
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    arrived.replace(folder / name)
-    shutil.rmtree(incoming)

@@ -15,8 +15,8 @@ from mlflow.entities import Run, ViewType
 
 from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.registry import find_version, model_names
-from grpo_tasks.tracking.shown.headline import VERSION
 from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
+from grpo_tasks.tracking.texts import VERSION
 from schemas.config.load import check_recorded
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
@@ -74,7 +74,7 @@ def parent_runs(client: MlflowClient) -> Iterator[Run]:
 
 def recent_runs(tracking: TrackingConfig, limit: int) -> list[RunLine]:
     """The newest runs, at most `limit`."""
-    found = open_store(tracking).ask(lambda client: list(islice(parent_runs(client), limit)))
+    found = open_store(tracking).call(lambda client: list(islice(parent_runs(client), limit)))
     return [
         RunLine(
             run_id=run.info.run_id,
@@ -91,17 +91,17 @@ def recent_runs(tracking: TrackingConfig, limit: int) -> list[RunLine]:
 def registered_versions(tracking: TrackingConfig, name: str | None = None) -> list[ModelLine]:
     """The versions of all registered models, or of one, newest first. Raises `ModelError` where none has that name."""
     store = open_store(tracking)
-    names = store.ask(model_names)
+    names = store.call(model_names)
     if name is not None and name not in names:
         raise ModelError(f"no such model: {name}", place=store.uri, fix=f"registered models: {', '.join(names) or 'none'}")
     lines = []
     for one in [name] if name is not None else names:
-        aliases = store.ask(partial(MlflowClient.get_registered_model, name=one)).aliases
-        versions = store.ask(partial(versions_of, name=one))
+        aliases = store.call(partial(MlflowClient.get_registered_model, name=one)).aliases
+        versions = store.call(partial(versions_of, name=one))
         for version in sorted(versions, key=lambda version: -int(version.version)):
             number, run_id = str(version.version), version.run_id or ""
             carried = sorted(alias for alias, of in aliases.items() if str(of) == number)
-            run = store.ask(partial(run_or_none, run_id=run_id)) if run_id else None
+            run = store.call(partial(run_or_none, run_id=run_id)) if run_id else None
             lines.append(ModelLine(one, number, carried, _time(version.creation_timestamp), run_id, _figures(run) if run else {}))
     return lines
 
@@ -136,12 +136,9 @@ class PastRun:
 
 
 def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
-    """The run with this id, beginning of an id, or name (the newest), or behind models:/NAME@ALIAS or NAME@ALIAS.
-
-    Raises `ModelError` where there is no such run, or it did not evaluate a merged model.
-    """
+    """The run of an id or its beginning, a name (the newest), or a version; `ModelError` without an evaluated model."""
     store = open_store(tracking)
-    run = _find(store, reference, tracking)
+    run = find_run(store, reference, tracking)
     with tempfile.TemporaryDirectory() as folder:
         samples = store.download(run.info.run_id, "evaluation/merged/samples.parquet", Path(folder))
         config = store.read(run.info.run_id, "config.yaml")
@@ -150,7 +147,7 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
             raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a finished run of the pipeline")
         stages = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.`grpo.stage` != ''"
         order = ["attributes.start_time ASC"]
-        children = store.ask(lambda client: client.search_runs([run.info.experiment_id], stages, order_by=order))
+        children = store.call(lambda client: client.search_runs([run.info.experiment_id], stages, order_by=order))
         questions = pl.col("prompt").list.last().struct.field("content")
         known = pl.read_parquet(held_out).select("prompt_id", questions) if held_out else pl.DataFrame()
 
@@ -165,7 +162,7 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
             name=run.info.run_name or run.info.run_id[:8],
             settings=flatten(check_recorded(config, place=f"config.yaml of run {run.info.run_id}")),
             figures=dict(run.data.metrics),
-            curves={child.data.tags["grpo.stage"]: store.ask(partial(curves, child=child)) for child in children},
+            curves={child.data.tags["grpo.stage"]: store.call(partial(curves, child=child)) for child in children},
             samples=pl.read_parquet(samples),
             prompts=dict(known.iter_rows()),
             data_digest=run.data.tags.get(DATA_DIGEST, ""),
@@ -181,36 +178,36 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
         same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
         return same and "rejection" in kinds and "grpo" not in kinds
 
-    found = open_store(tracking).ask(lambda client: next(filter(wanted, parent_runs(client)), None))
+    found = open_store(tracking).call(lambda client: next(filter(wanted, parent_runs(client)), None))
     return found.info.run_id if found else None
 
 
-def _is_named(run: Run, name: str) -> bool:
+def is_named(run: Run, name: str) -> bool:
     """Whether this is the run's name, or its beginning without the time."""
     return f"{run.info.run_name} ".startswith(f"{name} ")
 
 
-def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
+def find_run(store: Store, reference: str, tracking: TrackingConfig) -> Run:
+    """The run of a version, the newest run whose id begins with this, or else the newest of this name."""
     if "@" in reference or "/" in reference:
         version = find_version(reference, tracking)
         if version.run_id:
             run_id = version.run_id
-            return store.ask(lambda client: client.get_run(run_id))
-    found = store.ask(lambda client: _named(client, reference))
+            return store.call(lambda client: client.get_run(run_id))
+
+    def named(client: MlflowClient) -> Run | None:
+        found = None
+        for run in parent_runs(client):
+            if run.info.run_id.startswith(reference):
+                return run
+            if found is None and is_named(run, reference):
+                found = run
+        return found
+
+    found = store.call(named)
     if found is not None:
         return found
-    newest = store.ask(lambda client: list(islice(parent_runs(client), _SHOWN_RUNS)))
+    newest = store.call(lambda client: list(islice(parent_runs(client), _SHOWN_RUNS)))
     names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in newest)
     fix = f"the newest runs are {names}" if names else "the store has no runs"
     raise ModelError(f"no such run: {reference}", place=store.uri, fix=fix)
-
-
-def _named(client: MlflowClient, reference: str) -> Run | None:
-    """The newest run whose id begins with this, or else the newest of this name."""
-    named = None
-    for run in parent_runs(client):
-        if run.info.run_id.startswith(reference):
-            return run
-        if named is None and _is_named(run, reference):
-            named = run
-    return named

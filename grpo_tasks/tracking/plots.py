@@ -2,8 +2,7 @@
 
     journal -> series grouped by Metric.plot -> PLOT.png          journals of all stages -> overview.png, stages one after another
 
-Every figure of the project uses the panels, colours and file settings of this module. It draws without pyplot: no window, no
-global state. What it does not do: judge whether training went well. Imports no mlflow.
+Every figure of the project uses the panels, colours and file settings of this module. Without pyplot: no window, no global state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -46,8 +46,13 @@ class Series:
 def plot_stage(journal: Path, directory: Path) -> list[Path]:
     """One PNG per plot into `directory`, for every metric the journal has; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    groups = _group(Journal(journal, writes=False).steps)
-    return [_draw_plot(plot, series, directory / f"{plot}.png") for plot, series in groups.items()]
+    files = []
+    for plot, series in _group(Journal(journal, writes=False).steps).items():
+        figure, [axes] = new_panels(1, 1, size=(7, 4))
+        _draw(axes, _TITLES[plot], series, breaks=[])
+        axes.set_xlabel("update")
+        files.append(save_figure(figure, directory / f"{plot}.png"))
+    return files
 
 
 def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
@@ -61,7 +66,16 @@ def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
     figure, panels = new_panels(rows, _OVERVIEW_COLUMNS, size=(4.0, 3.1))
     for number, ((plot, title), axes) in enumerate(zip(titles.items(), panels, strict=False)):
         _draw(axes, title, groups.get(plot, []), breaks=boundaries)
-        _mark_stages(axes, [name for name, _ in stages], boundaries, named=number == 0 or len(stages) > 1)
+        for boundary in boundaries[1:-1]:
+            axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
+        # Panels share the time line. One without a curve would end at 1, and a name far outside of it leaves no room for axes.
+        axes.set_xlim(0, max(boundaries[-1], 1) + 0.5)
+        if number > 0 and len(stages) == 1:
+            continue
+        axes.margins(y=0.12)
+        for (name, _), start, end in zip(stages, boundaries[:-1], boundaries[1:], strict=True):
+            middle, across = (start + end) / 2, axes.get_xaxis_transform()
+            axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=across)
     for axes in panels[-_OVERVIEW_COLUMNS:]:
         axes.set_xlabel("update")
     return save_figure(figure, path)
@@ -97,17 +111,13 @@ def _group(steps: Steps) -> dict[str, list[Series]]:
             metric = describe(name)
             if metric is None or not metric.plot or value is None or not np.isfinite(value):
                 continue
-            series = found.setdefault(metric.plot, {}).setdefault(name, Series(_label(name)))
+            # rewards/format/mean -> format; completions/max_length -> max length
+            head, _, rest = name.partition("/")
+            label = rest.rpartition("/")[0] or (rest or head).replace("_", " ")
+            series = found.setdefault(metric.plot, {}).setdefault(name, Series(label))
             series.steps.append(step)
             series.values.append(value)
     return {plot: list(members.values()) for plot, members in found.items()}
-
-
-def _label(name: str) -> str:
-    """rewards/format/mean -> format; completions/max_length -> max length."""
-    head, _, rest = name.partition("/")
-    function, _, _ = rest.rpartition("/")
-    return function or (rest or head).replace("_", " ")
 
 
 def _join(stages: Sequence[tuple[str, Steps]]) -> tuple[list[int], dict[str, list[Series]]]:
@@ -119,13 +129,6 @@ def _join(stages: Sequence[tuple[str, Steps]]) -> tuple[list[int], dict[str, lis
         joined |= {start + step: metrics for step, metrics in steps.items()}
         boundaries.append(start + max(steps, default=0))
     return boundaries, _group(joined)
-
-
-def _draw_plot(plot: str, series: list[Series], path: Path) -> Path:
-    figure, [axes] = new_panels(1, 1, size=(7, 4))
-    _draw(axes, _TITLES[plot], series, breaks=[])
-    axes.set_xlabel("update")
-    return save_figure(figure, path)
 
 
 def _draw(axes: Axes, title: str, series: list[Series], *, breaks: list[int]) -> None:
@@ -155,22 +158,4 @@ def _pieces(series: Series, breaks: list[int]) -> list[tuple[FloatArray, FloatAr
 def _smooth(values: FloatArray) -> FloatArray:
     """Centred moving mean over about a tenth of the series; at both ends the window is shorter."""
     half = min(len(values) // _SMOOTHED_SHARE, _MAX_HALF_WINDOW)
-    # sums[i] is the sum of the first i values, so each window's sum is one difference.
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    low = np.maximum(np.arange(len(values)) - half, 0)
-    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    smooth: FloatArray = (sums[high] - sums[low]) / (high - low)
-    return smooth
-
-
-def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, named: bool) -> None:
-    for boundary in boundaries[1:-1]:
-        axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
-    # Panels share the time line. A panel without a curve would end at 1, and a name far outside of it leaves no room for axes.
-    axes.set_xlim(0, max(boundaries[-1], 1) + 0.5)
-    if not named:
-        return
-    axes.margins(y=0.12)
-    for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
-        middle = (start + end) / 2
-        axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())
+    return pl.Series(values).rolling_mean(2 * half + 1, min_samples=1, center=True).to_numpy()

@@ -16,41 +16,20 @@ from pathlib import Path
 
 import tenacity
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, LoggedModelStatus
+from mlflow.entities import LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.content.hashes import files_below
 from grpo_tasks.processes.child import prepare_child
+from grpo_tasks.tracking import models, registry, texts
 from grpo_tasks.tracking.description import describe_environment
-from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
-from grpo_tasks.tracking.models import (
-    FOLDER,
-    Champion,
-    current_champion,
-    manifest_of,
-    manifest_path,
-    manifest_sha256,
-    parse_manifest,
-)
-from grpo_tasks.tracking.registry import (
-    APPROVAL_TAG,
-    CHALLENGER,
-    CHAMPION,
-    OVERTAKEN,
-    PREVIOUS,
-    ROLLED_BACK_TAG,
-    SHA_TAG,
-    approval_of,
-    hashes_tag,
-    make_champion,
-    rolled_back_as,
-)
+from grpo_tasks.tracking.entities import link_to_model
+from grpo_tasks.tracking.log_model import LogSpec, default_settings, require_proved
+from grpo_tasks.tracking.models import Champion, manifest_path, manifest_sha256
+from grpo_tasks.tracking.proof import ServedSpec
+from grpo_tasks.tracking.registry import CHAMPION, SHA_TAG
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
-from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
-from grpo_tasks.tracking.served.proof import ServedSpec
-from grpo_tasks.tracking.shown.headline import DECISION_TAG, decision_tags, tag_decision
-from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
 from schemas.errors import ServedModelError, StoreAwayError, TrackingError
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
@@ -61,9 +40,6 @@ UPLOADS = 3
 """Attempts at the upload of a model before publishing fails; more while the store is away."""
 PROVED_TAG = "grpo.served_proof"
 """Tag of a logged model that was asked and gave the answers of the merged model."""
-_REQUIREMENTS = ("transformers", "torch", "safetensors")
-"""Packages that loading the model takes; their installed versions are logged with it."""
-
 LIBRARIES = (
     # First, because it sets environment variables that mlflow reads while it is imported.
     "grpo_tasks.tracking.store",
@@ -79,10 +55,7 @@ LIBRARIES = (
 
 
 def prepare_publishing() -> None:
-    """Let the fork server import the libraries of both child processes now, in the background.
-
-    With a GPU build of torch this does nothing: each child imports for itself.
-    """
+    """Let the fork server import the libraries of both child processes now, in the background (not with a GPU build of torch)."""
     prepare_child(*LIBRARIES)
 
 
@@ -120,36 +93,33 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
 
     Args:
         run: the parent run. The model is logged to it and the version links to it.
-        proof: result of the merge. Its sha256 identifies the model.
-        tests: the merged model against the base, and against the champion where there is one (`against` names the rival).
-        champion: the champion of the comparison; None when there was none.
+        tests: the merged model against the base, and against the `champion` of the comparison where there was one.
         evaluation: of the merged model. Its figures become tags of the version.
-        regressions, guards: what can stop a promotion.
         origin: hashes of the version's data, code, config and adapter.
-        log, prove: `log_model.log_model` and `served.proof.prove_served`, or calls of them in separate processes.
+        log, prove: `log_model.log_model` and `proof.prove_served`, or calls of them in separate processes.
         require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
 
     Raises `ServedModelError` where the logged model answers otherwise than the merged one, and `DamagedError` where files differ
-    from those that the merge proof covers: nothing was registered. After a `TrackingError`, publishing again resumes.
+    from those that the merge proof covers: nothing was registered.
     """
     name = run.config.registered_model
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove, require_wanted)
-    current = current_champion(run.store, name)
-    if ROLLED_BACK_TAG in version.tags and not _is(current, version):
+    current = models.current_champion(run.store, name)
+    if registry.ROLLED_BACK_TAG in version.tags and not _is(current, version):
         # A person rolled it back on purpose. Running the same run again must not restore it.
         obstacle = f"version {version.version} was rolled back before"
         return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle, rolled_back=True)
     checks: list[Regression | GuardCheck] = [*regressions, *guards]
     decision = _decision(run, version, proof, current, tests=tests, compared=champion, regressions=checks)
     is_champion = _is(current, version)
-    tags = decision_tags(decision.reason, tests, evaluation, checks) | hashes_tag(origin or {})
+    tags = texts.decision_tags(decision.reason, tests, evaluation, checks) | registry.hashes_tag(origin or {})
     # Publishing the champion again compares it with nothing that it was compared with before it became champion.
-    run.store.ask(partial(tag_decision, version=version, tags=tags, keep=is_champion))
+    run.store.call(partial(texts.tag_decision, version=version, tags=tags, keep=is_champion))
     if not (is_champion and version.description):
-        said = decision_text(decision.champion, decision.reason)
-        card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
-        run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
+        promoted, reason = decision.champion, decision.reason
+        card = texts.model_card(run.config, proof, evaluation, tests=tests, data=run.data, promoted=promoted, reason=reason)
+        run.store.call(partial(texts.write_card, name=name, version=decision.version, card=card))
     require_wanted()
     _move_aliases(run.store, name, decision, current)
     return decision
@@ -170,7 +140,10 @@ def _decision(
     regressions: Sequence[Regression | GuardCheck],
 ) -> Decision:
     """What the tests, and the person where one has to agree, say about a version now. A new question is put down in its tags."""
-    other = None if _is(current, version) else rolled_back_as(run.store, version.name, proof.sha256)
+    promotion, copies = run.config.promotion, list[str]()
+    if not _is(current, version):
+        same = run.store.call(lambda client: registry.with_bytes(client, version.name, proof.sha256))
+        copies = [str(copy.version) for copy in same if registry.ROLLED_BACK_TAG in copy.tags]
     decision = decide(
         str(version.version),
         proof.sha256,
@@ -178,29 +151,29 @@ def _decision(
         compared=compared,
         current=current,
         regressions=regressions,
-        against_champion=run.config.promotion.against_champion,
-        rolled_back_as=other,
+        against_champion=promotion.against_champion,
+        rolled_back_as=max(copies, key=int, default=None),
     )
-    if run.config.promotion.approval == "manual":
-        decision = with_approval(decision, approval_of(version), current)
+    if promotion.approval == "manual":
+        decision = with_approval(decision, registry.approval_of(version), current)
     if decision.awaits_approval:
         pending = Approval(decision="pending", champion=current.version if current else "").model_dump_json()
-        run.store.ask(lambda client: client.set_model_version_tag(version.name, decision.version, APPROVAL_TAG, pending))
+        registry.tag_version(version.name, decision.version, {registry.APPROVAL_TAG: pending}, run.store)
     if _is(current, version):
         # Report why it became champion, not that it still is.
-        decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+        decision = replace(decision, reason=version.tags.get(texts.DECISION_TAG, decision.reason))
     return decision
 
 
 def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
     """Write the manifest of the files that the merge proof covers into the run's artifacts, unless a valid one is there."""
-    manifest = manifest_of(Path(proof.model.path))
+    manifest = models.manifest_of(Path(proof.model.path))
     require_proved(manifest_sha256(manifest), proof.sha256, Path(proof.model.path))
     stored = run.store.read(run.run_id, manifest_path(proof.sha256))
-    known = parse_manifest(stored) if stored is not None else None
+    known = models.parse_manifest(stored) if stored is not None else None
     if known is not None and manifest_sha256(known) == proof.sha256:
         return
-    if stored is not None and run.store.ask(lambda _: _versions(run, proof.sha256)):
+    if stored is not None and run.store.call(lambda _: _versions(run, proof.sha256)):
         raise TrackingError(
             "the manifest in the store is not the one that this model was published with",
             place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
@@ -215,13 +188,11 @@ def _move_aliases(store: Store, name: str, decision: Decision, current: Champion
     if not decision.champion:
         # A model with the champion's bytes is no challenger, and none that a person took back.
         if not decision.rolled_back and (current is None or current.sha256 != decision.sha256):
-            store.ask(lambda client: client.set_registered_model_alias(name, CHALLENGER, decision.version))
+            store.call(lambda client: client.set_registered_model_alias(name, registry.CHALLENGER, decision.version))
         return
-    if current is None:
-        moves = {CHAMPION: decision.version}
-    else:
-        moves = {} if current.version == decision.version else {PREVIOUS: current.version, CHAMPION: decision.version}
-    store.ask(lambda client: make_champion(client, name, decision.version, moves))
+    before = current.version if current else ""
+    moves = {} if before == decision.version else {registry.PREVIOUS: before, CHAMPION: decision.version}
+    store.call(lambda client: registry.make_champion(client, name, decision.version, moves))
 
 
 def decide(
@@ -237,8 +208,8 @@ def decide(
 ) -> Decision:
     """Decide whether a version with these bytes becomes (or stays) champion. A pure function.
 
-    `compared` is the champion of the comparison, `current` that of now: the alias may have moved in the meantime. `regressions`
-    can stop a promotion, never cause one. `rolled_back_as` is a version with the same bytes that a person rolled back.
+    `compared` is the champion of the comparison, `current` that of now. `regressions` can stop a promotion, never cause one.
+    `rolled_back_as` is a version with the same bytes that a person rolled back.
     """
 
     def stopped(obstacle: str, *, rolled_back: bool = False) -> Decision:
@@ -251,7 +222,7 @@ def decide(
     if current is not None and current.sha256 == sha256:
         return stopped(f"version {version} has the same bytes as the champion, version {current.version}")
     if current is not None and (compared is None or compared.version != current.version):
-        return stopped(f"version {current.version} {OVERTAKEN}")
+        return stopped(f"version {current.version} {registry.OVERTAKEN}")
     better, reason = _beats_all(tests, current, against_champion=against_champion)
     worse = [check for check in regressions if not check.passed]
     if worse:
@@ -260,10 +231,7 @@ def decide(
 
 
 def with_approval(decision: Decision, approval: Approval | None, current: Champion | None) -> Decision:
-    """The decision when a person has to agree: the tests can stop a promotion, and so can the person. A pure function.
-
-    An approval counts only for the champion that the version was compared with.
-    """
+    """The decision when a person has to agree. A pure function. An approval counts only for the champion it was given against."""
     champion = current.version if current else ""
     if not decision.champion or champion == decision.version:
         return decision
@@ -302,20 +270,18 @@ def _register(
     prove: Callable[[ServedSpec], None],
     require_wanted: Callable[[], None],
 ) -> ModelVersion:
-    """This run's version with these bytes; registered now if there is none."""
-    known = run.store.ask(lambda _: _versions(run, proof.sha256))
+    known = run.store.call(lambda _: _versions(run, proof.sha256))
     # What a search finds has the id of its logged model in its source only: models:/ID.
     if known and _has_files(run.store, str(known[-1].model_id or str(known[-1].source).rpartition("/")[2]), proof):
         return known[-1]
-    run.handle.wake()
+    run.handle.mark_running()
 
     def stop_uploading(state: tenacity.RetryCallState) -> bool:
-        """After three uploads; a store that is away is tried for as long as the run is patient."""
         fault = state.outcome.exception() if state.outcome else None
         waits = isinstance(fault, StoreAwayError) and (state.seconds_since_start or 0.0) < run.store.patience_s
         return state.attempt_number >= UPLOADS and not waits
 
-    # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
+    # Not `call`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TrackingError),
         stop=stop_uploading,
@@ -328,53 +294,51 @@ def _register(
     require_wanted()
     run.require_active()
 
-    def work(client: MlflowClient) -> ModelVersion:
+    def register(client: MlflowClient) -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
         found = _versions(run, proof.sha256)
         if len(found) > len(known):
             return found[-1]
-        _create_model(run.store, name)
+        about = "Models trained with GRPO. The alias champion moves only to a version that a paired test finds better."
+        try:
+            client.create_registered_model(name, description=about)
+        except MlflowException as fault:
+            if fault.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
         return client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
 
     # The registry of a database store finds the logged model only in mlflow's global store.
-    return run.store.ask_globally(work)
+    return run.store.call_globally(register)
 
 
 def _versions(run: TrackedRun, sha256: str) -> list[ModelVersion]:
-    """The versions that this run registered with these bytes, oldest first."""
     ours = f"name = '{run.config.registered_model}' and run_id = '{run.run_id}'"
     found = [version for version in run.store.client.search_model_versions(ours) if version.tags.get(SHA_TAG) == sha256]
     return sorted(found, key=lambda version: int(version.version))
 
 
-def _create_model(store: Store, name: str) -> None:
-    about = "Models trained with GRPO. The alias champion moves only to a version that a paired test finds better."
-    try:
-        store.client.create_registered_model(name, description=about)
-    except MlflowException as fault:
-        if fault.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
 def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
     """Id of the logged model with these bytes; logged now unless it is there. What interrupted uploads left is deleted."""
-    found: Sequence[LoggedModel] = run.store.ask(
-        lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-    )
-    whole = None
-    for model in (model for model in found if model.tags.get(SHA_TAG) == proof.sha256):
+    ours = f"source_run_id = '{run.run_id}'"
+    whole: list[str] = []
+    for model in run.store.call(lambda client: client.search_logged_models([run.experiment_id], ours)):
+        if model.tags.get(SHA_TAG) != proof.sha256:
+            continue
         if model.status != LoggedModelStatus.READY:
-            _delete_logged(run.store, model.model_id)
-        elif whole is None and _has_files(run.store, model.model_id, proof):
-            whole = model.model_id
-    if whole is not None:
-        return whole
+            run.store.call(partial(MlflowClient.delete_logged_model, model_id=model.model_id))
+        elif not whole and _has_files(run.store, model.model_id, proof):
+            whole.append(model.model_id)
+    if whole:
+        return whole[0]
     tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
     # Created here, because mlflow would create it in the default experiment.
-    made = run.store.ask(
+    made = run.store.call(
         lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
     )
+    packages = describe_environment().packages
+    # What loading the model takes, without the local part of a version: no index has torch 2.13.0+cpu.
+    needed = [name for name in ("transformers", "torch", "safetensors") if name in packages]
     log(
         LogSpec(
             tracking=run.config.tracking,
@@ -384,7 +348,7 @@ def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], N
             sha256=proof.sha256,
             adapter=proof.policy.adapter,
             adapter_sha256=proof.policy.sha256,
-            requirements=pinned(describe_environment().packages, _REQUIREMENTS),
+            requirements=[f"{name}=={packages[name].partition('+')[0]}" for name in needed],
             settings=default_settings(run.config),
             example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
         )
@@ -402,32 +366,29 @@ def _has_files(store: Store, model_id: str, proof: MergeProof) -> bool:
             else:
                 yield item.path
 
-    wanted = {f"{FOLDER}/{path.relative_to(proof.model.path).as_posix()}" for path in files_below(Path(proof.model.path))}
-    return wanted <= store.ask(lambda client: set(files(client, FOLDER)))
+    path = Path(proof.model.path)
+    wanted = {f"{models.FOLDER}/{file.relative_to(path).as_posix()}" for file in files_below(path)}
+    return wanted <= store.call(lambda client: set(files(client, models.FOLDER)))
 
 
 def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[ServedSpec], None]) -> None:
     """Ask the logged model, once; delete it if it answers otherwise than the merged model."""
-    if PROVED_TAG in run.store.ask(lambda client: client.get_logged_model(model_id)).tags:
+    if PROVED_TAG in run.store.call(lambda client: client.get_logged_model(model_id)).tags:
         return
     answers = [answer.model_copy(update={"messages": _as_a_client_asks(run, answer.messages)}) for answer in proof.answers]
     try:
         prove(ServedSpec(tracking=run.config.tracking, model_id=model_id, answers=answers))
     except ServedModelError:
-        _delete_logged(run.store, model_id)
+        run.store.call(lambda client: client.delete_logged_model(model_id))
         raise
     prompt = run.system_prompt
     if prompt is not None:
         link_to_model(run.handle, prompt, model_id)
     tags = {PROVED_TAG: f"{len(answers)} answers equal those of the merged model"}
-    run.store.ask(lambda client: client.set_logged_model_tags(model_id, tags))
+    run.store.call(lambda client: client.set_logged_model_tags(model_id, tags))
 
 
 def _as_a_client_asks(run: TrackedRun, messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """The conversation without the system prompt that the model's chat template adds."""
     system = {"role": "system", "content": run.config.merged_system_prompt}
     return messages[1:] if messages[:1] == [system] and len(messages) > 1 else messages
-
-
-def _delete_logged(store: Store, model_id: str) -> None:
-    store.ask(lambda client: client.delete_logged_model(model_id))

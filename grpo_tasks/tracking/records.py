@@ -6,7 +6,6 @@ What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.child import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.tracking.entities import record_held_out
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
-from grpo_tasks.tracking.shown.headline import describe_decision, merged_figures
-from grpo_tasks.tracking.shown.prompts import record_held_out
+from grpo_tasks.tracking.texts import describe_decision, merged_figures
 from schemas.config.run import RunConfig
 from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, REWARD, member
 from schemas.results.base import StepResult
@@ -36,8 +35,6 @@ from schemas.results.publication import Publication, ReportResult
 from schemas.secret import hide
 
 REPORT, QUARANTINE = "report.md", "quarantine.parquet"
-_SHOWN_DIGEST = 12
-"""Characters of a digest that are enough to tell two data sets apart in a list."""
 _DIGEST_CHARS = 36
 """MLflow takes no longer digest of a data set; the tag grpo.data_digest has the complete one."""
 _LARGEST_TABLE = 256 * 2**20
@@ -55,7 +52,6 @@ FOLDERS: dict[type[StepResult], tuple[str, tuple[str, ...]]] = {
 }
 """Folder of artifacts of a kind of result, and the files that go there if they exist. Others: STEP, its report and outputs."""
 _LOG_BYTES = 4 * 2**20
-"""Bytes of a log that are uploaded: its end."""
 _TABLE_ROWS = 500
 MAX_TRACES = 12
 """Traces of one evaluation."""
@@ -82,10 +78,7 @@ def record(run: RunHandle, config: RunConfig, result: StepResult, data: DataRepo
         case PreparedData():
             run.text(result.model_dump_json(indent=2), "data/sources.json")
         case DataReport() if not isinstance(result, GuardData):
-            sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
-            inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
-            run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
-            run.tags({"grpo.data_digest": result.digest, "data": result.digest[:_SHOWN_DIGEST]})
+            _record_inputs(run, result)
             record_held_out(run, config.name, result)
         case LabReport():
             _show(run, result.directory / "probes.parquet", "lab/probes.json")
@@ -109,6 +102,21 @@ def record(run: RunHandle, config: RunConfig, result: StepResult, data: DataRepo
             worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
             if worse:
                 run.table(pl.DataFrame(worse), "guards/worse.json")
+
+
+def _record_inputs(run: RunHandle, data: DataReport) -> None:
+    """Both sides of the data as inputs of the run. Their digest is the shortened one of all accepted rows."""
+    inputs = []
+    for name, path, context in (("train", data.train, "training"), ("eval", data.eval, "evaluation")):
+        with warnings.catch_warnings():
+            # mlflow warns that a path "can be interpreted in multiple ways: LocalArtifactDatasetSource, LocalArtifact...".
+            warnings.simplefilter("ignore", UserWarning)
+            rows, digest = pl.read_parquet(path), data.digest[:_DIGEST_CHARS]
+            made = from_polars(rows, source=str(path), targets="answer", name=name, digest=digest)
+        inputs.append(DatasetInput(Dataset(**made.to_dict()), [InputTag("mlflow.data.context", context)]))
+    run.store.call(lambda client: client.log_inputs(run.run_id, datasets=inputs))
+    # Twelve characters are enough to tell two data sets apart in a list.
+    run.tags({"grpo.data_digest": data.digest, "data": data.digest[:12]})
 
 
 def figures_of(result: StepResult, folder: str) -> dict[str, float]:
@@ -141,15 +149,6 @@ def figures_of(result: StepResult, folder: str) -> dict[str, float]:
         bounds = {"": value.value, "_low": value.low, "_high": value.high} if isinstance(value, Interval) else {"": value}
         metrics |= {f"{prefix}/{name}{end}": bound for end, bound in bounds.items()}
     return metrics
-
-
-def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
-    frame = pl.read_parquet(path)
-    with warnings.catch_warnings():
-        # mlflow warns that a path "can be interpreted in multiple ways: LocalArtifactDatasetSource, LocalArtifactDatasetSource".
-        warnings.simplefilter("ignore", UserWarning)
-        dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
-    return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
 
 
 def record_stage(run: RunHandle, result: StageResult) -> None:
@@ -200,36 +199,33 @@ def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
 
 
 def _record_traces(run: RunHandle, result: EvalReport, data: DataReport | None, *, timestamp_ms: int) -> None:
-    """Log the first completion of the first prompts as traces, once each, with their verdicts: to compare, label and review.
-
-    The same prompts are taken for every model, so that base and merged model stand side by side.
-    """
+    """Log completions of the same first prompts for each model as traces, once each, with their verdicts."""
     if result.label not in LABELS or data is None or not (result.samples.exists() and data.eval.exists()):
         return
     first = pl.col("sample") == pl.col("sample").min().over("prompt_id")
     samples = pl.read_parquet(result.samples).filter(first).unique("prompt_id", keep="first", maintain_order=True)
     prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"]).unique("prompt_id", keep="first")
     rows = turn_by_turn(samples.head(MAX_TRACES)).join(prompts, on="prompt_id", how="inner", maintain_order="left")
+
+    def log_missing(client: MlflowClient) -> None:
+        mine = f"metadata.`mlflow.sourceRun` = '{run.run_id}'"
+        found = client.search_traces(locations=[run.experiment_id], filter_string=mine, max_results=500)
+        known = {trace.info.tags.get(_SAMPLE_TAG): trace for trace in found}
+        for row in rows.iter_rows(named=True):
+            name = f"{result.label}/{row['prompt_id']}/{row['sample']}"
+            trace = known.get(name)
+            trace_id = trace.info.trace_id if trace else _log(run, result.label, name, row, timestamp_ms)
+            if trace_id is None:
+                return
+            judged = {assessment.name for assessment in trace.info.assessments} if trace else set()
+            for verdict, column in _VERDICTS.items():
+                if row.get(column) is not None and verdict not in judged:
+                    mlflow.log_feedback(trace_id=trace_id, name=verdict, value=row[column], source=_SOURCE)
+            if row["answer"] is not None and "expected_response" not in judged:
+                mlflow.log_expectation(trace_id=trace_id, name="expected_response", value=row["answer"], source=_SOURCE)
+
     # Traces know no other store than mlflow's global one.
-    run.store.ask_globally(partial(_log_missing, run=run, label=result.label, rows=rows, timestamp_ms=timestamp_ms))
-
-
-def _log_missing(client: MlflowClient, *, run: RunHandle, label: str, rows: pl.DataFrame, timestamp_ms: int) -> None:
-    mine = f"metadata.`mlflow.sourceRun` = '{run.run_id}'"
-    found = client.search_traces(locations=[run.experiment_id], filter_string=mine, max_results=500)
-    known = {trace.info.tags.get(_SAMPLE_TAG): trace for trace in found}
-    for row in rows.iter_rows(named=True):
-        name = f"{label}/{row['prompt_id']}/{row['sample']}"
-        trace = known.get(name)
-        trace_id = trace.info.trace_id if trace else _log(run, label, name, row, timestamp_ms)
-        if trace_id is None:
-            return
-        judged = {assessment.name for assessment in trace.info.assessments} if trace else set()
-        for verdict, column in _VERDICTS.items():
-            if row.get(column) is not None and verdict not in judged:
-                mlflow.log_feedback(trace_id=trace_id, name=verdict, value=row[column], source=_SOURCE)
-        if row["answer"] is not None and "expected_response" not in judged:
-            mlflow.log_expectation(trace_id=trace_id, name="expected_response", value=row["answer"], source=_SOURCE)
+    run.store.call_globally(log_missing)
 
 
 def _log(run: RunHandle, label: str, name: str, row: dict[str, Any], timestamp_ms: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Versions of a registered model: found by number, alias or tags; their lineage; rollback to the previous champion.
+"""Versions of a registered model: found by number, alias or tags; their lineage; what a person decides about one.
 
     champion      the version in use
     previous      the champion before it
@@ -17,11 +17,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 
+from grpo_tasks.tracking import texts
 from grpo_tasks.tracking.description import ENVIRONMENT, MAIN_PACKAGES
-from grpo_tasks.tracking.served import card
-from grpo_tasks.tracking.shown import headline
-from grpo_tasks.tracking.shown.headline import DECISION_TAG
 from grpo_tasks.tracking.store import Store, open_store, or_none, pages, run_or_none, versions_of
+from grpo_tasks.tracking.texts import DECISION_TAG
 from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError, ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -41,48 +40,6 @@ OVERTAKEN = "became champion meanwhile and was not compared with; run again"
 """End of the decision about a version that was compared with an earlier champion."""
 APPROVAL_TAG = "grpo.approval"
 """Tag of a version: what a person has decided about it, or has to decide (`Approval` as JSON)."""
-_VERSION = re.compile("[0-9]{1,9}")
-"""SQLite cannot store longer numbers."""
-
-
-def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
-    """The version behind NAME@ALIAS, NAME/VERSION (with or without models:/), or NAME (its champion).
-
-    Raises `ModelError` where there is none; the message lists what there is.
-    """
-    store, (name, alias, number) = open_store(tracking), parse_reference(reference)
-    found = store.ask(lambda client: version_or_none(client, name, alias=alias, number=number))
-    if found is None:
-        missing = is_registered(store, name) and alias == CHAMPION
-        raise ModelError(
-            f"{name} has no champion" if missing else f"no such model: {reference}", place=store.uri, fix=_known(store, name)
-        )
-    return found
-
-
-def is_registered(store: Store, name: str) -> bool:
-    """Whether there is a registered model of this name, with or without versions."""
-    return store.ask(lambda client: or_none(lambda: client.get_registered_model(name))) is not None
-
-
-def run_of(store: Store, version: ModelVersion) -> Run:
-    """The run that made a version. Raises `ModelError` where it was deleted for good (`mlflow gc`)."""
-    run = store.ask(partial(run_or_none, run_id=version.run_id or ""))
-    if run is None:
-        raise ModelError(
-            f"the run that made version {version.version} of {version.name} was deleted from MLflow, and with it what tells "
-            "whether its files are the published ones",
-            place=f"{store.uri}, run {version.run_id}",
-            fix=f"name another version ({_known(store, version.name)}), or train it again",
-        )
-    return run
-
-
-def version_or_none(client: MlflowClient, name: str, *, alias: str = "", number: str = "") -> ModelVersion | None:
-    """The version with this alias or number; None when there is no such model, alias or version."""
-    if number and not _VERSION.fullmatch(number):
-        return None
-    return or_none(lambda: client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias))
 
 
 def parse_reference(reference: str) -> tuple[str, str, str]:
@@ -93,6 +50,58 @@ def parse_reference(reference: str) -> tuple[str, str, str]:
         return name, alias, ""
     name, _, number = plain.partition("/")
     return name, "" if number else CHAMPION, number
+
+
+def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
+    """The version behind NAME@ALIAS, NAME/VERSION (with or without models:/), or NAME (its champion); else `ModelError`."""
+    store, (name, alias, number) = open_store(tracking), parse_reference(reference)
+    found = store.call(lambda client: version_or_none(client, name, alias=alias, number=number))
+    if found is None:
+        missing = is_registered(store, name) and alias == CHAMPION
+        said = f"{name} has no champion" if missing else f"no such model: {reference}"
+        raise ModelError(said, place=store.uri, fix=_known(store, name))
+    return found
+
+
+def version_or_none(client: MlflowClient, name: str, *, alias: str = "", number: str = "") -> ModelVersion | None:
+    """The version with this alias or number; None when there is no such model, alias or version."""
+    # SQLite cannot store longer numbers.
+    if number and not re.fullmatch("[0-9]{1,9}", number):
+        return None
+    return or_none(lambda: client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias))
+
+
+def is_registered(store: Store, name: str) -> bool:
+    """Whether there is a registered model of this name, with or without versions."""
+    return store.call(lambda client: or_none(lambda: client.get_registered_model(name))) is not None
+
+
+def model_names(client: MlflowClient) -> list[str]:
+    """The names of all registered models."""
+    return sorted(model.name for model in pages(lambda token: client.search_registered_models(page_token=token)))
+
+
+def _known(store: Store, name: str) -> str:
+    versions = store.call(partial(versions_of, name=name))
+    if versions or is_registered(store, name):
+        numbers = ", ".join(sorted((str(version.version) for version in versions), key=int)) or "none"
+        aliases = store.call(lambda client: client.get_registered_model(name)).aliases
+        return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
+    names = store.call(model_names)
+    return f"registered models: {', '.join(names) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"
+
+
+def run_of(store: Store, version: ModelVersion) -> Run:
+    """The run that made a version. Raises `ModelError` where it was deleted for good (`mlflow gc`)."""
+    run = store.call(partial(run_or_none, run_id=version.run_id or ""))
+    if run is None:
+        raise ModelError(
+            f"the run that made version {version.version} of {version.name} was deleted from MLflow, and with it what tells "
+            "whether its files are the published ones",
+            place=f"{store.uri}, run {version.run_id}",
+            fix=f"name another version ({_known(store, version.name)}), or train it again",
+        )
+    return run
 
 
 def hashes_tag(origin: Mapping[str, str]) -> dict[str, str]:
@@ -113,18 +122,13 @@ def hash_of(version: ModelVersion, name: str) -> str:
 
 def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) -> str | None:
     """The newest version that carries all these tags; None when there is no such version or model."""
-    found = open_store(tracking).ask(partial(versions_of, name=name))
+    found = open_store(tracking).call(partial(versions_of, name=name))
     carrying = (str(version.version) for version in found if tags.items() <= version.tags.items())
     return max(carrying, key=int, default=None)
 
 
-def rolled_back_as(store: Store, name: str, sha256: str) -> str | None:
-    """The newest version with these bytes that a person rolled back; None when there is none."""
-    found = store.ask(lambda client: _same_bytes(client, name, sha256))
-    return max((str(version.version) for version in found if ROLLED_BACK_TAG in version.tags), key=int, default=None)
-
-
-def _same_bytes(client: MlflowClient, name: str, sha256: str) -> list[ModelVersion]:
+def with_bytes(client: MlflowClient, name: str, sha256: str) -> list[ModelVersion]:
+    """The versions that are this model, byte for byte."""
     return [version for version in versions_of(client, name) if sha256 and version.tags.get(SHA_TAG) == sha256]
 
 
@@ -137,49 +141,19 @@ def is_overtaken(name: str, version: str, tracking: TrackingConfig) -> bool:
     approval = approval_of(found)
     if approval is None or approval.decision != "pending":
         return False
-    current = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
+    current = store.call(lambda client: version_or_none(client, name, alias=CHAMPION))
     return approval.champion != (str(current.version) if current else "")
 
 
 def tag_version(name: str, version: str, tags: Mapping[str, str], store: Store) -> None:
     """Set tags on a version. Existing tags of the same name are overwritten."""
     for key, value in tags.items():
-        store.ask(partial(MlflowClient.set_model_version_tag, name=name, version=version, key=key, value=value))
+        store.call(partial(MlflowClient.set_model_version_tag, name=name, version=version, key=key, value=value))
 
 
-def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig) -> tuple[str, str]:
-    """Restore the previous champion, or make version `to` the champion. Returns the version before, and the one now in use.
-
-    Raises `ModelError` where there is no such version or no previous champion, or it is the champion already.
-    """
-    store = open_store(tracking)
-    # A run that publishes, or a person who decides, may move the same aliases.
-    with store.lock(publish_lock(name), who="a rollback"):
-        current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
-        version = find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking)
-        target = str(version.version)
-        if target == current:
-            raise ModelError(f"version {target} of {name} is the champion already", fix="name another version with --to")
-        store.ask(lambda client: _roll_back(client, version, current, reason))
-    return current, target
-
-
-def _roll_back(client: MlflowClient, target: ModelVersion, current: str, reason: str) -> None:
-    name, number = target.name, str(target.version)
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    record = json.dumps({"time": time, "to": number, "reason": reason})
-    # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it too.
-    # The next rollback is then refused, instead of restoring the version that was just rolled back.
-    client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
-    make_champion(client, name, number, {CHAMPION: number, PREVIOUS: current})
-    # The model is wanted again, so its copies that other runs published are not rolled back either.
-    copies = _same_bytes(client, name, target.tags.get(SHA_TAG, ""))
-    for restored, tags in ({str(copy.version): copy.tags for copy in copies} | {number: target.tags}).items():
-        if ROLLED_BACK_TAG in tags and restored != current:
-            client.delete_model_version_tag(name, restored, ROLLED_BACK_TAG)
-    if card.says_not_promoted(target.description):
-        instead = f"restored instead of version {current}" + (f" ({reason})" if reason else "")
-        _show_decision(client, target, promoted=True, reason=f"{instead}; {target.tags.get(DECISION_TAG, '')}")
+def publish_lock(name: str) -> str:
+    """The lock of everything that reads the aliases of a model and then moves them."""
+    return f"publish-{name}"
 
 
 def make_champion(client: MlflowClient, name: str, number: str, aliases: Mapping[str, str]) -> None:
@@ -194,18 +168,35 @@ def make_champion(client: MlflowClient, name: str, number: str, aliases: Mapping
         client.delete_registered_model_alias(name, CHALLENGER)
 
 
-def publish_lock(name: str) -> str:
-    """The lock of everything that reads the aliases of a model and then moves them."""
-    return f"publish-{name}"
+def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig) -> tuple[str, str]:
+    """Restore the previous champion, or make version `to` the champion. Returns the version before, and the one now in use."""
+    store = open_store(tracking)
+    # A run that publishes, or a person who decides, may move the same aliases.
+    with store.lock(publish_lock(name), who="a rollback"):
+        current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
+        target = find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking)
+        number = str(target.version)
+        if number == current:
+            raise ModelError(f"version {number} of {name} is the champion already", fix="name another version with --to")
+        record = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "to": number, "reason": reason})
 
+        def move(client: MlflowClient) -> None:
+            # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it
+            # too. The next rollback is then refused, instead of restoring the version that was just rolled back.
+            client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
+            make_champion(client, name, number, {CHAMPION: number, PREVIOUS: current})
+            # The model is wanted again, so its copies that other runs published are not rolled back either.
+            copies = with_bytes(client, name, target.tags.get(SHA_TAG, ""))
+            for restored, tags in ({str(copy.version): copy.tags for copy in copies} | {number: target.tags}).items():
+                if ROLLED_BACK_TAG in tags and restored != current:
+                    client.delete_model_version_tag(name, restored, ROLLED_BACK_TAG)
+            if texts.says_not_promoted(target.description):
+                instead = f"restored instead of version {current}" + (f" ({reason})" if reason else "")
+                said = f"{instead}; {target.tags.get(DECISION_TAG, '')}"
+                texts.restate_decision(client, target, promoted=True, reason=said)
 
-def _show_decision(client: MlflowClient, version: ModelVersion, *, promoted: bool, reason: str) -> None:
-    """Say what was decided after the run had ended: in the card of the version, in the run that made it, and in its tag."""
-    name, number = version.name, str(version.version)
-    card.restate_decision(client, name, number, card.decision_text(promoted, reason))
-    if version.run_id:
-        headline.restate_decision(client, version.run_id, f"{name}/{number}", promoted=promoted, reason=reason)
-    client.set_model_version_tag(name, number, DECISION_TAG, reason)
+        store.call(move)
+    return current, number
 
 
 def approval_of(version: ModelVersion) -> Approval | None:
@@ -219,60 +210,58 @@ def approval_of(version: ModelVersion) -> Approval | None:
 def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig, *, sha256: str | None = None) -> str:
     """Record what a person has decided about a version that waits for approval; `promote` makes it the champion.
 
-    `sha256` is that of the model that the person was shown; None: the version itself was. Returns a sentence about what happened.
-
-    Raises:
-        ModelError: there is no such version, it waits for no decision, or another version became champion meanwhile.
-        DamagedError: the version is not the model that the person was shown.
+    `sha256` is that of the model that the person was shown; None: the version itself was. Raises `ModelError` where it waits for
+    no decision or another version became champion meanwhile, `DamagedError` where it is not the model that was shown.
     """
     store = open_store(tracking)
     # Another person, or a run that publishes, may decide at the same time: everything is read while the lock is held.
     with store.lock(publish_lock(parse_reference(reference)[0]), who="a decision about a version"):
         version = find_version(reference, tracking)
         name, number = version.name, str(version.version)
-        if sha256 is not None and version.tags.get(SHA_TAG) != sha256:
-            raise DamagedError(
-                f"version {number} of {name} is no longer the model that a person was asked about (its SHA-256 differs)",
-                place=store.uri,
-                fix="somebody changed the version: start the run again; it registers a new one and asks again",
-            )
-        pending = approval_of(version)
-        if pending is None or pending.decision != "pending":
-            made = f": it was {pending}" if pending else ""
-            raise ModelError(
-                f"version {number} of {name} does not wait for approval{made}",
-                place=store.uri,
-                fix=f"grpo rollback {name} --to {number} makes any version the champion",
-            )
-        current = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
-        champion = str(current.version) if current else ""
-        # After a kill, the version may be the champion while its decision is not recorded yet.
-        if approval.decision == "promote" and champion not in (pending.champion, number):
-            raise ModelError(
-                f"version {champion or 'none'} is the champion now, and version {number} was compared with "
-                f"{f'version {pending.champion}' if pending.champion else 'none'}",
-                place=store.uri,
-                fix="start the run again: it compares with the new champion, and skips every other step",
-            )
-        if approval.decision == "reject" and champion == number:
-            raise ModelError(f"version {number} of {name} is the champion already", place=store.uri, fix=f"grpo rollback {name}")
+        pending = _require_pending(store, version, approval, sha256)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         final = approval.model_copy(update={"champion": pending.champion, "time": now})
-        store.ask(lambda client: _record_approval(client, version, final))
-    if approval.decision == "reject":
-        return f"{name} version {number}: {final}; the champion has not changed"
-    return f"{name} version {number}: {final}; it is the champion now"
+        promoted = final.decision == "promote"
+        because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS).removeprefix(f"{final}; ")
+
+        def record(client: MlflowClient) -> None:
+            if promoted:
+                make_champion(client, name, number, {PREVIOUS: final.champion, CHAMPION: number})
+            texts.restate_decision(client, version, promoted=promoted, reason=f"{final}; {because}")
+            # Last: without it the version still waits, and the same decision can be recorded again.
+            client.set_model_version_tag(name, number, APPROVAL_TAG, final.model_dump_json())
+
+        store.call(record)
+    return f"{name} version {number}: {final}; {'it is the champion now' if promoted else 'the champion has not changed'}"
 
 
-def _record_approval(client: MlflowClient, version: ModelVersion, final: Approval) -> None:
+def _require_pending(store: Store, version: ModelVersion, approval: Approval, sha256: str | None) -> Approval:
+    """What was asked about the version; raises where it waits for no such answer."""
     name, number = version.name, str(version.version)
-    promoted = final.decision == "promote"
-    if promoted:
-        make_champion(client, name, number, {PREVIOUS: final.champion, CHAMPION: number})
-    because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS).removeprefix(f"{final}; ")
-    _show_decision(client, version, promoted=promoted, reason=f"{final}; {because}")
-    # Last: without it the version still waits, and the same decision can be recorded again.
-    client.set_model_version_tag(name, number, APPROVAL_TAG, final.model_dump_json())
+    if sha256 is not None and version.tags.get(SHA_TAG) != sha256:
+        raise DamagedError(
+            f"version {number} of {name} is no longer the model that a person was asked about (its SHA-256 differs)",
+            place=store.uri,
+            fix="somebody changed the version: start the run again; it registers a new one and asks again",
+        )
+    pending = approval_of(version)
+    if pending is None or pending.decision != "pending":
+        made = f": it was {pending}" if pending else ""
+        fix = f"grpo rollback {name} --to {number} makes any version the champion"
+        raise ModelError(f"version {number} of {name} does not wait for approval{made}", place=store.uri, fix=fix)
+    current = store.call(lambda client: version_or_none(client, name, alias=CHAMPION))
+    champion = str(current.version) if current else ""
+    # After a kill, the version may be the champion while its decision is not recorded yet.
+    if approval.decision == "promote" and champion not in (pending.champion, number):
+        raise ModelError(
+            f"version {champion or 'none'} is the champion now, and version {number} was compared with "
+            f"{f'version {pending.champion}' if pending.champion else 'none'}",
+            place=store.uri,
+            fix="start the run again: it compares with the new champion, and skips every other step",
+        )
+    if approval.decision == "reject" and champion == number:
+        raise ModelError(f"version {number} of {name} is the champion already", place=store.uri, fix=f"grpo rollback {name}")
+    return pending
 
 
 def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
@@ -282,25 +271,24 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         raise ModelError(f"{reference} was not made by this project", fix="name a version with the tag grpo.key")
     store = open_store(tracking)
     run_id, run = version.run_id, run_of(store, version)
-    tags = version.tags
-    recorded = store.read(run_id, ENVIRONMENT)
-    environment = json.loads(recorded or "{}")
+    tags = run.data.tags
+    environment = json.loads(store.read(run_id, ENVIRONMENT) or "{}")
     packages = environment.get("packages", {})
     return Lineage(
         name=version.name,
         version=str(version.version),
         aliases=sorted(version.aliases),
         run_id=run_id,
-        experiment=store.ask(lambda client: client.get_experiment(run.info.experiment_id)).name,
-        model_sha256=tags.get(SHA_TAG, ""),
-        data_digest=hash_of(version, "grpo.data_digest") or run.data.tags.get("grpo.data_digest", ""),
+        experiment=store.call(lambda client: client.get_experiment(run.info.experiment_id)).name,
+        model_sha256=version.tags.get(SHA_TAG, ""),
+        data_digest=hash_of(version, "grpo.data_digest") or tags.get("grpo.data_digest", ""),
         **{of: hash_of(version, f"grpo.{of}") for of in _HASHES},
-        commit=run.data.tags.get("git.commit", ""),
-        dirty=run.data.tags.get("git.dirty") == "true",
-        python=environment.get("python", run.data.tags.get("python", "")),
+        commit=tags.get("git.commit", ""),
+        dirty=tags.get("git.dirty") == "true",
+        python=environment.get("python", tags.get("python", "")),
         packages={name: packages[name] for name in MAIN_PACKAGES if name in packages},
-        flow_run_id=run.data.tags.get("prefect.flow_run_id", ""),
-        decision=tags.get(DECISION_TAG, ""),
+        flow_run_id=tags.get("prefect.flow_run_id", ""),
+        decision=version.tags.get(DECISION_TAG, ""),
         system_prompt=run.data.params.get("data.system_prompt", ""),
     )
 
@@ -310,23 +298,6 @@ def recorded_config(lineage: Lineage, tracking: TrackingConfig) -> str:
     store = open_store(tracking)
     text = store.read(lineage.run_id, "config.yaml")
     if text is None:
-        raise ModelError(
-            "the run has no config.yaml any more", place=f"{store.uri}, run {lineage.run_id}", fix="put its artifacts back"
-        )
+        place = f"{store.uri}, run {lineage.run_id}"
+        raise ModelError("the run has no config.yaml any more", place=place, fix="put its artifacts back")
     return text
-
-
-def model_names(client: MlflowClient) -> list[str]:
-    """The names of all registered models."""
-    return sorted(model.name for model in pages(lambda token: client.search_registered_models(page_token=token)))
-
-
-def _known(store: Store, name: str) -> str:
-    """What a user can name instead."""
-    versions = store.ask(partial(versions_of, name=name))
-    if versions or is_registered(store, name):
-        numbers = ", ".join(sorted((str(version.version) for version in versions), key=int)) or "none"
-        aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
-        return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
-    names = store.ask(model_names)
-    return f"registered models: {', '.join(names) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"

@@ -23,16 +23,14 @@ from mlflow.entities import LifecycleStage, Run
 
 from grpo_tasks.content.hashes import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from grpo_tasks.tracking import records
+from grpo_tasks.tracking import entities, records
 from grpo_tasks.tracking.database import sqlite_file
 from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_HASH
-from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
-from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
-from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
+from grpo_tasks.tracking.texts import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
 from schemas.config.run import RunConfig
 from schemas.errors import EndedByOthers, PrunedError, TrackingError
 from schemas.results.base import StepResult
@@ -58,16 +56,13 @@ def open_run(
     name: str | None = None,
     parent_run_id: str | None = None,
 ) -> Iterator["TrackedRun"]:
-    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt, or
-    pruned in a sweep).
+    """The MLflow run of this configuration. It ends FINISHED, FAILED (an error) or KILLED (an interrupt, or pruned in a sweep).
 
     Args:
-        config: the configuration; each of its fields becomes a parameter.
+        config: each of its fields becomes a parameter.
         inputs: the configuration as the steps have it, with the copies of the user's own modules, which are uploaded.
-        key: content key of the run. The experiment's most recent run with this key is resumed.
-        fresh: create a new run even if there is one with this key.
-        flow_run_id, flow_run_url: the orchestrator's run and its page, recorded as tags prefect.NAME.
-        flow_run_name, name: parts of the name of a new MLflow run, as is the time. `name` is that of the configuration otherwise.
+        key: content key of the run. The experiment's most recent run with this key is resumed, unless `fresh`.
+        flow_run_name, name: parts of the name of a new run; `name` is that of the configuration otherwise.
         parent_run_id: the MLflow run of the sweep that the run belongs to.
     """
     flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
@@ -99,9 +94,10 @@ class TrackedRun:
         parent = {PARENT_TAG: flow[PARENT_TAG]} if PARENT_TAG in flow else {}
         tags = {"grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL)) | parent
         run, is_new = find_or_create(self.store, config, title, by={KEY_TAG: key}, tags=tags, fresh=fresh)
-        self.handle = RunHandle(self.store, run, on_wake=self._describe)
+        self.handle = RunHandle(self.store, run, on_start=self._describe)
+        self.run_id, self.experiment_id = self.handle.run_id, self.handle.experiment_id
         if is_new:
-            self.handle.wake()
+            self.handle.mark_running()
         params = flatten(config)
 
         def record_config() -> None:
@@ -111,16 +107,6 @@ class TrackedRun:
             self.handle.tags({"seed": str(config.seed)})
 
         self.handle.once(f"config.{_short_hash(repr(sorted(params.items())))}", record_config)
-
-    @property
-    def run_id(self) -> str:
-        """Id of the parent run."""
-        return self.handle.run_id
-
-    @property
-    def experiment_id(self) -> str:
-        """Id of the experiment."""
-        return self.handle.experiment_id
 
     def record(self, result: StepResult) -> bool:
         """Record a step's result from its folder; False when it was recorded before, and then nothing is written."""
@@ -134,12 +120,11 @@ class TrackedRun:
 
         def work() -> None:
             records.record(self.handle, self.config, result, self.data)
-            stage = next(
-                (stage for stage in self._stages if isinstance(result, EvalReport) and stage.stage == result.label), None
-            )
-            if isinstance(result, EvalReport) and stage is not None:
+            for stage in self._stages:
+                if not isinstance(result, EvalReport) or stage.stage != result.label:
+                    continue
                 at = records.made_at(result, self.handle)
-                record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
+                entities.record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
             records.record_log(self.handle, result, step)
 
         return self.handle.once(f"{step}.{_mark(result)}", work)
@@ -147,7 +132,7 @@ class TrackedRun:
     def said_about_files(self) -> str:
         """A sentence if the artifacts lie outside of the project: it was moved, or its experiment was made elsewhere."""
         database = sqlite_file(self.store.uri)
-        found = self.store.ask(lambda client: client.get_experiment(self.experiment_id)).artifact_location
+        found = self.store.call(lambda client: client.get_experiment(self.experiment_id)).artifact_location
         location = Path(found.removeprefix("file://"))
         if database is None or not location.is_absolute():
             return ""
@@ -158,13 +143,17 @@ class TrackedRun:
             "if the project was moved, tracking.experiment: ANOTHER NAME keeps new ones here"
         )
 
-    def require_active(self) -> None:
-        """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it."""
-        self.store.ask(self._require_active)
+    def require_active(self, *, once: bool = False) -> None:
+        """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it. `once`: no retries."""
 
-    def _require_active(self, client: MlflowClient) -> None:
-        if client.get_run(self.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
-            raise deleted_run(self.run_id, self.store.uri)
+        def require(client: MlflowClient) -> None:
+            if client.get_run(self.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
+                raise deleted_run(self.run_id, self.store.uri)
+
+        if once:
+            require(self.store.client)
+        else:
+            self.store.call(require)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -175,8 +164,8 @@ class TrackedRun:
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
-        child, check = partial(self.child, spec.stage.name, spec.key), partial(self._require_active, self.store.client)
-        return JournalShipper(self.store, stage_dir, child, check=check)
+        child = partial(self.child, spec.stage.name, spec.key)
+        return JournalShipper(self.store, stage_dir, child, check=partial(self.require_active, once=True))
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
@@ -185,7 +174,7 @@ class TrackedRun:
             tags = {PARENT_TAG: self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
             run, is_new = find_or_create(self.store, self.config, stage, by=tags)
             if is_new:
-                self.handle.wake()
+                self.handle.mark_running()
             handle, params = RunHandle(self.store, run), stage_params(self.config, stage)
             handle.once(f"config.{_short_hash(repr(sorted(params.items())))}", lambda: handle.params(params))
             self._children[name] = handle
@@ -201,7 +190,7 @@ class TrackedRun:
     @property
     def system_prompt(self) -> str | None:
         """NAME/VERSION of the run's system prompt in the prompt registry, registered now if it is not; None if there is none."""
-        return record_system_prompt(self.handle, self.config.registered_model, self.config.data.system_prompt)
+        return entities.record_system_prompt(self.handle, self.config.registered_model, self.config.data.system_prompt)
 
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
@@ -209,16 +198,16 @@ class TrackedRun:
         def work() -> None:
             records.record_stage(child, result)
             records.record_log(child, result, "train_stage")
-            record_checkpoints(child, result, stage_params(self.config, result.stage))
+            entities.record_checkpoints(child, result, stage_params(self.config, result.stage))
 
         done = child.once(f"train_stage.{_mark(result)}", work)
         if self.system_prompt is not None:
             # Not inside of the work that records the stage: linking a run takes the same lock.
-            prompt = str(record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))
+            prompt = str(entities.record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))
 
             def link() -> None:
-                for model in logged_models(child):
-                    link_to_model(child, prompt, model.model_id)
+                for model in entities.logged_models(child):
+                    entities.link_to_model(child, prompt, model.model_id)
 
             child.once(f"prompt_of_models.{_mark(result)}", link)
         child.end("FINISHED")
@@ -244,15 +233,28 @@ def find_or_create(
     store: Store, config: RunConfig, title: str, *, by: dict[str, str], tags: Mapping[str, str] | None = None, fresh: bool = False
 ) -> tuple[Run, bool]:
     """The newest run with the tags `by` in the experiment of a config; created, and True, if there is none, or if `fresh`."""
-    experiment_id = store.ask(partial(_experiment, name=config.experiment, uri=store.uri))
+
+    def experiment(client: MlflowClient) -> str:
+        found = client.get_experiment_by_name(config.experiment)
+        if found is None:
+            return client.create_experiment(config.experiment, tags=EXPERIMENT_TAGS)
+        if found.lifecycle_stage == "deleted":
+            raise TrackingError(
+                f"the experiment {config.experiment} was deleted in MLflow",
+                place=store.uri,
+                fix=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
+            )
+        return str(found.experiment_id)
+
+    experiment_id = store.call(experiment)
     condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in by.items())
     newest = ["attributes.start_time DESC"]
     # Without the lock, two processes could both find no run and create two runs with one key.
     with store.lock("open-run", who=f"the run {config.name}"):
-        found = store.ask(lambda client: client.search_runs([experiment_id], condition, max_results=1, order_by=newest))
+        found = store.call(lambda client: client.search_runs([experiment_id], condition, max_results=1, order_by=newest))
         if found and not fresh:
             return found[0], False
-        return store.ask(lambda client: client.create_run(experiment_id, tags={**by, **(tags or {})}, run_name=title)), True
+        return store.call(lambda client: client.create_run(experiment_id, tags={**by, **(tags or {})}, run_name=title)), True
 
 
 def _mark(result: StepResult) -> str:
@@ -263,17 +265,3 @@ def _mark(result: StepResult) -> str:
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_KEY_CHARS]
-
-
-def _experiment(client: MlflowClient, *, name: str, uri: str) -> str:
-    """Id of the experiment with this name, created if there is none."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return client.create_experiment(name, tags=EXPERIMENT_TAGS)
-    if found.lifecycle_stage == "deleted":
-        raise TrackingError(
-            f"the experiment {name} was deleted in MLflow",
-            place=uri,
-            fix=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
-        )
-    return str(found.experiment_id)

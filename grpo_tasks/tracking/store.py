@@ -1,15 +1,15 @@
 """The MLflow store and how it is called: without log noise, with retries while it is unreachable, with errors a user can fix.
 
-    TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
+    TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  call(one repeatable request)
                                                                          ->  lock("publish-NAME"): one process of this machine
 
-Every call can be repeated without harm. Whatever asks a store raises `TrackingError` when it cannot be reached or refuses.
+Every call can be repeated without harm. Whatever calls a store raises `TrackingError` when it cannot be reached or refuses.
 Importing this module imports mlflow, which takes seconds.
 """
 
 import os
 
-# mlflow reads these while it is imported; values that the user has set stay. One retry inside mlflow is enough because `ask`
+# mlflow reads these while it is imported; values that the user has set stay. One retry inside mlflow is enough because `call`
 # retries. mlflow's default of seven would block the loop that follows a training stage for minutes when the server is down.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
@@ -62,13 +62,18 @@ T = TypeVar("T")
 
 FAULTS = (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError)
 _TEMPORARY_CODES = {"INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"}
-_LONGEST_WAIT_S = 4.0
+# Of SQLite, PostgreSQL, MySQL and MLflow about a row or table that another process created in the meantime.
 _CONFLICT = re.compile(
     "UNIQUE constraint failed|duplicate key value|Duplicate entry|UniqueViolation|RESOURCE_ALREADY_EXISTS|already exists", re.I
 )
-"""Messages of SQLite, PostgreSQL, MySQL and MLflow about a row or table that another process created in the meantime."""
 _MAX_CONFLICTS = 8
 """Attempts at a call that conflicts with another process before its error is raised."""
+_DELETED_RUN = re.compile("The run ([0-9a-f]{32}) must be in the 'active'")
+_NOT_MLFLOW = re.compile("not in a valid JSON format|failed with error code (?:30.|404|405|501) ")
+_SELECTS = "tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server: http://HOST:PORT"
+_TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_answered: set[str] = set()
+"""Addresses of the stores that have answered this process."""
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
@@ -84,24 +89,21 @@ class Store:
     uri: str
     client: MlflowClient
     patience_s: float = FIRST_S
-    """Longest time in seconds that `ask` retries once the store has answered this process; before, `FIRST_S` at most."""
+    """Longest time in seconds that `call` retries once the store has answered this process; before, `FIRST_S` at most."""
 
-    def ask(self, work: Callable[[MlflowClient], T]) -> T:
-        """Run a repeatable call; retry it while the store is unreachable or another process created the same row first."""
+    def call(self, request: Callable[[MlflowClient], T]) -> T:
+        """Run a repeatable request; retry it while the store is unreachable or another process created the same row first."""
         try:
             with at_the_end() as ending:
                 patience_s = self.patience_s if self.uri in _answered else min(self.patience_s, FIRST_S)
-                answer = _attempts(LAST_S if ending else patience_s)(work, self.client)
+                answer = _attempts(LAST_S if ending else patience_s)(request, self.client)
         except FAULTS as fault:
             raise self.error(fault) from fault
         _answered.add(self.uri)
         return answer
 
     def lock(self, what: str, *, who: str) -> AbstractContextManager[None]:
-        """Hold this machine's lock on the operation `what` of this store; `who` is shown to processes that wait for it.
-
-        It does not stop processes on other machines. Read the store inside the block, so that their changes are seen.
-        """
+        """This machine's lock on an operation; `who` is shown to those who wait. Read the store inside: it may have changed."""
         waiting = partial(_log.warning, "waiting for the lock %s, which %s holds", what)
         return alone(_lock_of(self.uri, what), who=who, waiting=waiting)
 
@@ -139,18 +141,18 @@ class Store:
             finally:
                 mlflow.set_tracking_uri(before)
 
-    def ask_globally(self, work: Callable[[MlflowClient], T]) -> T:
-        """`ask` while this is the store of mlflow's global functions."""
+    def call_globally(self, request: Callable[[MlflowClient], T]) -> T:
+        """`call` while this is the store of mlflow's global functions."""
         with self.as_default():
-            return self.ask(work)
+            return self.call(request)
 
     def download(self, run_id: str, path: str, folder: Path) -> Path | None:
         """An artifact of a run in `folder`; None when the run has none of this name."""
-        siblings = self.ask(lambda client: client.list_artifacts(run_id, path.rpartition("/")[0] or None))
+        siblings = self.call(lambda client: client.list_artifacts(run_id, path.rpartition("/")[0] or None))
         if path not in {item.path for item in siblings}:
             return None
         load = partial(mlflow.artifacts.download_artifacts, run_id=run_id, artifact_path=path, dst_path=str(folder))
-        return Path(self.ask_globally(lambda _: load()))
+        return Path(self.call_globally(lambda _: load()))
 
     def read(self, run_id: str, path: str) -> str | None:
         """The text of an artifact of a run; None when the run has none of this name."""
@@ -224,11 +226,6 @@ def deleted_run(run_id: str, uri: str) -> TrackingError:
     )
 
 
-_DELETED_RUN = re.compile("The run ([0-9a-f]{32}) must be in the 'active'")
-_NOT_MLFLOW = re.compile("not in a valid JSON format|failed with error code (?:30.|404|405|501) ")
-_SELECTS = "tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server: http://HOST:PORT"
-
-
 @contextmanager
 def at_the_end() -> Iterator[bool]:
     """Whether the caller cleans up after an interrupt; then a server that takes a request and says nothing is not waited for."""
@@ -252,9 +249,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-
-
 def _attempts(patience_s: float | None) -> tenacity.Retrying:
     """Attempts at a call: `_MAX_CONFLICTS` on conflicts; for `patience_s` seconds (None: once) while the store is unreachable."""
 
@@ -268,22 +262,22 @@ def _attempts(patience_s: float | None) -> tenacity.Retrying:
         retry=tenacity.retry_if_exception(lambda fault: is_temporary(fault) or is_conflict(fault)),
         stop=stop,
         # The random part keeps processes that conflicted from retrying at the same moment.
-        wait=tenacity.wait_exponential(multiplier=0.2, max=_LONGEST_WAIT_S) + tenacity.wait_random(0, 0.1),
+        wait=tenacity.wait_exponential(multiplier=0.2, max=4.0) + tenacity.wait_random(0, 0.1),
         reraise=True,
     )
 
 
 def _lock_of(uri: str, what: str) -> Path:
     """The lock file: next to an SQLite file, for any other store in the machine's temporary folder."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", what)[:100] + "-" + _digest(what)
+
+    def short(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", what)[:100] + "-" + short(what)
     file = sqlite_file(uri)
     if file is not None:
         return lock_file(file, plain)
-    return private_folder(Path(tempfile.gettempdir()) / f"grpo-locks-{os.geteuid()}") / f"{_digest(uri)}-{plain}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return private_folder(Path(tempfile.gettempdir()) / f"grpo-locks-{os.geteuid()}") / f"{short(uri)}-{plain}"
 
 
 def resolve_uri(tracking: TrackingConfig) -> str:
@@ -299,20 +293,16 @@ def open_store(tracking: TrackingConfig, *, known: bool = False) -> Store:
     return replace(store, patience_s=tracking.patience_s)
 
 
-_answered: set[str] = set()
-"""Addresses of the stores that have answered this process."""
-
-
 def check_store(tracking: TrackingConfig) -> int:
     """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started."""
     store = replace(open_store(tracking), patience_s=CHECK_S)
     # A server that takes the connection and says nothing would hold each request for a minute.
     with _environment({_TIMEOUT: str(round(CHECK_S))}):
-        return len(store.ask(lambda client: list(pages(lambda token: client.search_experiments(page_token=token)))))
+        return len(store.call(lambda client: list(pages(lambda token: client.search_experiments(page_token=token)))))
 
 
 def connect(uri: str) -> Store:
-    """The store behind an address; see `open_store`. An SQLite file is created or migrated first, completely or not at all."""
+    """The store behind an address. An SQLite file is created or migrated first, completely or not at all."""
     if reason := why_no_store(uri):
         # That of a config was checked with it.
         raise TrackingError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
@@ -325,15 +315,11 @@ def connect(uri: str) -> Store:
             engine.dispose()
         return Store(uri=uri, client=_attempts(None)(MlflowClient, tracking_uri=uri))
     except ModuleNotFoundError as fault:
-        raise TrackingError(
-            f"the database driver {fault.name} is not installed", place=uri, fix=f"pip install {fault.name}"
-        ) from fault
+        said, fix = f"the database driver {fault.name} is not installed", f"pip install {fault.name}"
+        raise TrackingError(said, place=uri, fix=fix) from fault
     except FAULTS as fault:
-        raise TrackingError(
-            reason_of(fault),
-            place=uri,
-            fix="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
-        ) from fault
+        fix = "tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT"
+        raise TrackingError(reason_of(fault), place=uri, fix=fix) from fault
 
 
 def prepare(uri: str) -> None:

@@ -200,7 +200,7 @@ class MergeFigures(Result):
     refused: list[RefusedPrecision] = Field(default_factory=list)
     """Shorter precisions that model.merged_dtype: auto tried before."""
     answers: list[GreedyAnswer] = Field(default_factory=list)
-    """Answers to the first prompts. A published model must give the same (grpo_tasks/tracking/served/proof.py)."""
+    """Answers to the first prompts. A published model must give the same (grpo_tasks/tracking/proof.py)."""
 
     def choice(self) -> str:
         """The precision, what it keeps, and why no shorter one was taken."""

@@ -19,7 +19,7 @@ from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout.chat_session import ChatSession
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.tracking.served.chat_model import ServedModel
+from grpo_tasks.tracking.chat_model import ServedModel
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.prompts import PLAIN

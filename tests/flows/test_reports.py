@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.flows.place import SMALL
-from tests.reporting.pages import assert_self_contained
+from tests.web_pages import assert_self_contained
 
 pytestmark = [pytest.mark.xdist_group("reported"), pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from tests.flows.place import SMALL, Place
-from tests.reporting.pages import assert_self_contained
 from tests.rollout.tool_model import write_model
+from tests.web_pages import assert_self_contained
 
 pytestmark = [pytest.mark.xdist_group("tools"), pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, completions_of, evaluate, generate, load_data, merge
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations import player
-from grpo_tasks.tracking.served.chat_model import ServedModel
+from grpo_tasks.tracking.chat_model import ServedModel
 from schemas.config.load import load_config
 from schemas.results.model import PROOF_TOKENS
 from tests.rollout.tool_model import TOOLS, write_model

@@ -22,7 +22,7 @@ OTHER_MEANINGS: dict[str, set[str]] = {
     "grpo_tasks/rollout/engine.py": {"reward"},  # what an environment gave
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
     "grpo_tasks/grpo/rounds.py": {"epoch"},  # a purpose of random numbers
-    "grpo_tasks/tracking/shown/checkpoints.py": {"learning_rate"},  # a parameter of the stage
+    "grpo_tasks/tracking/entities.py": {"learning_rate"},  # a parameter of the stage
     "grpo_tasks/tracking/records.py": {"rewards/", "reward"},  # a folder of artifacts, the name of a verdict
     # What an environment gave, in the messages of its worker.
     **{f"grpo_tasks/environments/{name}.py": {"reward"} for name in ENVIRONMENTS},

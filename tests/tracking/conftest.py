@@ -1,14 +1,8 @@
 """Real stores: an SQLite file per test, and one `mlflow server` on 127.0.0.1 for the session."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +14,17 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.operating.commands import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import current_champion
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, LabCheck, LabReport, RuleCount, SignalForecast, TokenLengths
 from schemas.results.evaluation import EvalReport, Interval, PairedTest
 from schemas.results.model import GreedyAnswer, MergeProof, ModelRef, RefusedPrecision, StageResult
+from tests.flows.place import end_group, started_mlflow
+from tests.ports import free_ports
 
 BASE = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 STARTED_MS = 1_789_000_000_000
@@ -47,38 +40,17 @@ def empty_database(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(empty_database, tmp_path_factory):
-    """Address of a real server with one worker."""
-    home = tmp_path_factory.mktemp("server")
-    shutil.copy(empty_database, home / "server.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", *mlflow_command(port)]
-    command += ["--backend-store-uri", f"sqlite:///{home / 'server.db'}", "--artifacts-destination", str(home / "artifacts")]
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    # For webhooks to this machine, each heard of at once.
-    environment |= {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
-    environment |= {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(), "MLFLOW_WEBHOOK_CACHE_TTL": "0"}
-    with (home / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, home / "server.log")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=20)
-
-
-def _wait_until_healthy(address, process, log):
-    for _ in range(240):
-        assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(address, timeout=1) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.25)
-    raise AssertionError(f"the server did not come up: {log.read_text()}")
+    """Address of a real server, which sends webhooks to this machine at once."""
+    home, [port] = tmp_path_factory.mktemp("server"), free_ports(1)
+    shutil.copy(empty_database, home / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_WEBHOOK_ALLOWED_SCHEMES", "http")
+        patch.setenv("MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS", "true")
+        patch.setenv("MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY", Fernet.generate_key().decode())
+        patch.setenv("MLFLOW_WEBHOOK_CACHE_TTL", "0")
+        process = started_mlflow(home, port)
+    yield f"http://127.0.0.1:{port}"
+    end_group(process)
 
 
 @pytest.fixture
@@ -90,12 +62,6 @@ def database(request, empty_database, tmp_path, monkeypatch):
         return request.getfixturevalue("server")
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
-
-
-@pytest.fixture(params=["database", "server"])
-def any_store(request):
-    """A test with this fixture runs on both kinds of store."""
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -219,17 +185,12 @@ def lab_report(tmp_path):
     """A lab's report on disk, with a probe of 1 MB."""
     directory = tmp_path / "probe_rewards" / "all"
     directory.mkdir(parents=True)
-    pl.DataFrame(
-        {"probe": ["perfect", "megabyte"], "completion": ["ok", "z" * 1_000_000], "scores": [[1.0], [0.0]], "format": [1.0, 0.0]}
-    ).write_parquet(directory / "probes.parquet")
+    probes = {"probe": ["perfect", "megabyte"], "completion": ["ok", "z" * 1_000_000], "scores": [[1.0], [0.0]]}
+    pl.DataFrame(probes | {"format": [1.0, 0.0]}).write_parquet(directory / "probes.parquet")
     (directory / "report.md").write_text("# Lab\n")
-    return LabReport(
-        key="e" * 16,
-        directory=directory,
-        seconds=1.0,
-        checks=[LabCheck(function="format", check="order", outcome="passed")],
-        forecasts=[SignalForecast(stage="format", groups=16, share_with_signal=0.75, mean_reward=0.4, mean_reward_std=0.2)],
-    )
+    checks = [LabCheck(function="format", check="order", outcome="passed")]
+    signal = SignalForecast(stage="format", groups=16, share_with_signal=0.75, mean_reward=0.4, mean_reward_std=0.2)
+    return LabReport(key="e" * 16, directory=directory, seconds=1.0, checks=checks, forecasts=[signal])
 
 
 @pytest.fixture
@@ -243,19 +204,11 @@ def make_evaluation(tmp_path):
         pl.DataFrame(rows).write_parquet(directory / "samples.parquet")
         (directory / "report.md").write_text(f"# {label}\n")
         interval = Interval(value=accuracy, low=accuracy - 0.05, high=accuracy + 0.05)
-        report = EvalReport(
-            key=key,
-            directory=directory,
-            seconds=1.0,
-            label=label,
-            model=ModelRef(path="embedded:base"),
-            prompts=2,
-            num_samples=1,
-            temperature=1.0,
-            confidence=0.95,
-            metrics={"accuracy": interval, "format_rate": interval, "greedy_accuracy": interval, "lenient_accuracy": interval},
-            pass_at_k={1: interval, 4: interval},
-        )
+        names = ("accuracy", "format_rate", "greedy_accuracy", "lenient_accuracy")
+        known = {"key": key, "directory": directory, "seconds": 1.0, "label": label, "model": ModelRef(path="embedded:base")}
+        sampled = {"prompts": 2, "num_samples": 1, "temperature": 1.0, "confidence": 0.95}
+        figures = {"metrics": dict.fromkeys(names, interval), "pass_at_k": {1: interval, 4: interval}}
+        report = EvalReport(**known, **sampled, **figures)
         report.save(directory / "result.json")
         return report
 
@@ -277,81 +230,90 @@ def base_answers():
 
 @pytest.fixture
 def make_merge(tmp_path, base_answers):
-    """A merged model on disk: a copy of the embedded base model."""
-    base = BASE
+    """A merged model on disk: a copy of the embedded base model. Different letters differ in one file that is not loaded."""
 
     def make(letter="7", key="9" * 16):
-        """Models with different letters differ in one file that is not loaded."""
         directory = tmp_path / f"merge-{letter}"
-        shutil.copytree(base, directory / "model", dirs_exist_ok=True)
+        shutil.copytree(BASE, directory / "model", dirs_exist_ok=True)
         (directory / "model" / "letter.txt").write_text(letter)
         (directory / "adapter").mkdir(exist_ok=True)
         for name, text in (("adapter_config.json", "{}"), ("adapter_model.safetensors", f"weights {letter}")):
             (directory / "adapter" / name).write_text(text)
         policy = ModelRef(path=str(BASE), adapter=directory / "adapter", sha256=folder_sha256(directory / "adapter"))
-        return MergeProof(
-            key=key,
-            directory=directory,
-            seconds=1.0,
-            model=ModelRef(path=str(directory / "model")),
-            policy=policy,
-            sha256=folder_sha256(directory / "model"),
-            dtype="float16",
-            prompts=8,
-            kept=0.9876,
-            kept_weights=0.998,
-            base_kl=1e-4,
-            merged_kl=1e-8,
-            merge_difference=1e-6,
-            max_logprob_difference=1e-6,
-            mean_logprob_difference=1e-7,
-            base_logprob_difference=1e-3,
-            tolerance=1e-3,
-            greedy_agreement=1.0,
-            base_greedy_agreement=0.5,
-            refused=[RefusedPrecision(dtype="bfloat16", kept_weights=0.24, reason="it keeps 24 % of the change of the weights")],
-            size_bytes=1_300_000,
-            answers=base_answers,
-        )
+        model = ModelRef(path=str(directory / "model"))
+        measured = {"prompts": 8, "kept": 0.9876, "kept_weights": 0.998, "base_kl": 1e-4, "merged_kl": 1e-8}
+        measured |= {"merge_difference": 1e-6, "max_logprob_difference": 1e-6, "mean_logprob_difference": 1e-7}
+        measured |= {"base_logprob_difference": 1e-3, "tolerance": 1e-3, "greedy_agreement": 1.0, "base_greedy_agreement": 0.5}
+        refused = [RefusedPrecision(dtype="bfloat16", kept_weights=0.24, reason="it keeps 24 % of the change of the weights")]
+        known = {"key": key, "directory": directory, "seconds": 1.0, "model": model, "policy": policy, "dtype": "float16"}
+        hashed = {"sha256": folder_sha256(directory / "model"), "size_bytes": 1_300_000}
+        return MergeProof(**known, **hashed, **measured, refused=refused, answers=base_answers)
 
     return make
 
 
 def verdict(against, better):
-    return PairedTest(
-        against=against, metric="accuracy", prompts=64, difference=0.1, p_value=0.01 if better else 0.5, better=better
-    )
+    difference, p_value = (0.3, 0.001) if better else (0.0, 0.6)
+    return PairedTest(against=against, metric="accuracy", prompts=64, difference=difference, p_value=p_value, better=better)
+
+
+def log_files(spec):
+    """What the registry needs of `log_model`: the files of the merged model, without the flavors that load it."""
+    store = open_store(spec.tracking)
+    store.client.log_model_artifacts(spec.model_id, str(spec.path), "model")
+    store.client.finalize_logged_model(spec.model_id, "READY")
 
 
 @pytest.fixture
-def publish_one(make_config, make_merge, make_evaluation):
-    """Publish a model with the bytes of `letter`, better than the current champion or not, in the run of `key`."""
+def offer(make_evaluation):
+    """Publish in a run: better than the base, and than the champion (by default the present one) unless it is not `better`."""
 
-    def make(uri, letter, *, better=True, config=None, key=None):
-        config = config or make_config(uri)
-        champion = current_champion(open_store(config.tracking), config.registered_model)
-        tests = [verdict("base", True)] + ([verdict("champion", better)] if champion else [])
+    def publish_in(run, proof, *, better=True, **options):
+        if "champion" not in options:
+            options["champion"] = current_champion(run.store, run.config.registered_model)
+        tests = [verdict("base", True)] + ([verdict("champion", better)] if options["champion"] else [])
+        known = {"tests": tests, "evaluation": make_evaluation("merged"), "log": log_files, "prove": lambda _: None}
+        return publish(run, proof, **known | options)
+
+    return publish_in
+
+
+@pytest.fixture
+def publish_one(make_merge, offer):
+    """Publish a model with the bytes of `letter` in the run of `key`, for the decision."""
+
+    def make(config, letter, *, better=True, key=None, **options):
         origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
         with open_run(config, key=key or letter) as run:
-            publish(
-                run,
-                make_merge(letter),
-                tests=tests,
-                champion=champion,
-                evaluation=make_evaluation("merged"),
-                origin=origin,
-                log=log_model,
-                prove=prove_served,
-            )
-        return config
+            return offer(run, make_merge(letter), better=better, origin=origin, **options)
 
     return make
 
 
-def published(config, make_evaluation, proof, key="run"):
-    with open_run(config, key=key) as run:
-        tests, evaluation = [verdict("base", True)], make_evaluation("merged")
-        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model, prove=prove_served)
+@contextmanager
+def killed_at(method, which=lambda *_: True):
+    """The block ends in the first call of this method of MLflow's client whose arguments `which` picks."""
+    call = getattr(MlflowClient, method)
+
+    def kill(self, *arguments, **options):
+        if which(*arguments):
+            raise KeyboardInterrupt
+        return call(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MlflowClient, method, kill)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def aliases_of(config):
+    found = MlflowClient(config.tracking.tracking_uri).get_registered_model(config.registered_model).aliases
+    return {alias: str(version) for alias, version in found.items()}
+
+
+def versions_in(config):
+    found = MlflowClient(config.tracking.tracking_uri).search_model_versions(f"name = '{config.registered_model}'")
+    return sorted(int(version.version) for version in found)
 
 
 def flip_byte(path):
@@ -363,3 +325,10 @@ def flip_byte(path):
 def history(client, run_id, metric):
     """(step, value, timestamp) of every value that the store has of a metric."""
     return [(found.step, found.value, found.timestamp) for found in client.get_metric_history(run_id, metric)]
+
+
+def artifacts_of(client, run_id, folder=None):
+    found = set()
+    for entry in client.list_artifacts(run_id, folder):
+        found |= artifacts_of(client, run_id, entry.path) if entry.is_dir else {entry.path}
+    return found

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, describe_environment, flatten
+from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, describe_environment, flatten, stage_params
 from schemas.config.load import PRESETS, load_config
 from schemas.config.run import RunConfig
 
@@ -81,3 +81,45 @@ def test_mlflow_accepts_every_key_of_a_users_parameters(params):
 def test_every_installed_distribution_is_named_with_its_version():
     known = {found.name.lower(): found.version for found in metadata.distributions() if found.name}
     assert describe_environment().packages == dict(sorted(known.items()))
+
+
+DATA = {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."}
+OWN = {"function": "my.rewards:own", "params": {"needle": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"rewards": {"functions": {"own": OWN | {"weight": 2.0}}}}, {"reward.own.weight"}),
+        ({"model": {"lora": {"r": 8}}}, {"model.lora.r"}),
+        ({"completion": {"equality": "exact"}}, {"completion.equality"}),
+        ({"interaction": {"tools": ["my.tools:calculate"]}}, {"interaction.tools"}),
+        ({"difficulty": {"success": 0.5}}, {"difficulty.success"}),
+        ({"validation": {"max_prompt_length": 99}}, {"validation.max_prompt_length"}),
+        ({"rollout": {"temperature": 0.7}}, {"rollout.temperature"}),
+        ({"data": DATA | {"system_prompt": "Be brief."}}, {"data.system_prompt"}),
+        (
+            {"data": DATA | {"task_column": "kind", "tasks": {"sums": {"weight": 2}}}},
+            {"data.task_column", "data.tasks", *(f"data.tasks.sums.{name}" for name in ("weight", "rewards", "answers"))},
+        ),
+        ({"seed": 7}, {"seed"}),
+    ],
+    ids=[
+        "rewards",
+        "model",
+        "completion",
+        "interaction",
+        "difficulty",
+        "validation",
+        "rollout",
+        "system prompt",
+        "tasks",
+        "seed",
+    ],
+)
+def test_the_parameters_of_two_stages_show_everything_that_differs(make_config, changes, differ):
+    ours, theirs = (stage_params(make_config(None, **one), "format") for one in ({}, changes))
+    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == differ
+    known = {"model.lora.r": "16", "rollout.temperature": "1.0", "reward.format.weight": "1.0", "rewards.memory_limit_gb": "8.0"}
+    own = {"function": "my.rewards:own", "params.needle": '["a", "b"]', "time_limit_s": "30.0"}
+    assert (known | {f"reward.own.{name}": value for name, value in own.items()}).items() <= ours.items()

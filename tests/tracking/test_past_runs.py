@@ -1,13 +1,19 @@
-"""A past run is read from MLflow alone."""
+"""A past run is read from MLflow alone; lists are complete, however much a store has: MLflow answers with the first rows only."""
 
 import shutil
 
 import polars as pl
 import pytest
+from mlflow import MlflowClient
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from grpo_tasks.tracking.description import flatten
-from grpo_tasks.tracking.past_runs import load_past_run
-from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.entities import held_out_versions, logged_models
+from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.past_runs import find_run, load_past_run, parent_runs, recent_runs, registered_versions
+from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
+from grpo_tasks.tracking.store import open_store
+from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.metrics import CURVES, KL, REWARD
 
@@ -27,9 +33,10 @@ def recorded(database, make_config, make_stage, make_evaluation, data_report):
     return run
 
 
-def test_settings_curves_samples_and_questions_come_back(recorded):
-    run = load_past_run(recorded.run_id, recorded.config.tracking)
-    assert run.settings == flatten(recorded.config)
+def test_settings_curves_samples_and_questions_come_back_by_id_or_name(recorded):
+    tracking = recorded.config.tracking
+    run = load_past_run(recorded.run_id[:10], tracking)
+    assert (run.run_id, run.settings) == (recorded.run_id, flatten(recorded.config))
     assert set(run.curves["format"]) == set(CURVES)
     assert [step for step, _ in run.curves["format"][REWARD]] == [1, 2, 3, 4, 5]
     assert run.curves["format"][KL][-1] == (5, pytest.approx(0.005))
@@ -38,13 +45,7 @@ def test_settings_curves_samples_and_questions_come_back(recorded):
     assert run.prompts[f"{3:016x}"] == "What is 3 + 1?"
     assert run.figures["merged/accuracy"] == 0.9
     assert run.data_digest == "abc123" * 10 + "abcd"
-
-
-@pytest.mark.slow
-def test_a_run_is_found_by_id_or_name(recorded):
-    tracking = recorded.config.tracking
-    for reference in (recorded.run_id[:10], recorded.config.name):
-        assert load_past_run(reference, tracking).run_id == recorded.run_id
+    assert load_past_run(recorded.config.name, tracking).run_id == recorded.run_id
     with pytest.raises(ModelError, match="no such run: nobody") as caught:
         load_past_run("nobody", tracking)
     assert recorded.run_id[:8] in caught.value.fix
@@ -56,3 +57,67 @@ def test_a_run_without_an_evaluated_model_is_refused(database, make_config):
         pass
     with pytest.raises(ModelError, match="has no evaluated model"):
         load_past_run(run.run_id, config.tracking)
+
+
+@pytest.fixture
+def client(database):
+    return MlflowClient(database)
+
+
+@pytest.fixture
+def tracking(database):
+    return TrackingConfig(tracking_uri=database)
+
+
+@pytest.mark.slow
+def test_runs_behind_a_sweep_of_many_pages_are_found(client, tracking):
+    experiment = client.create_experiment("e")
+    parents = [
+        client.create_run(experiment, start_time=time, tags={KEY_TAG: f"k{time}"}, run_name=f"mine{time} now").info.run_id
+        for time in (1, 2)
+    ]
+    for number in range(501):
+        tags = {KEY_TAG: f"v{number}", PARENT_TAG: parents[1]}
+        client.create_run(experiment, start_time=10 + number, tags=tags, run_name="mine1 now")
+    assert [line.run_id for line in recent_runs(tracking, 20)] == [parents[1], parents[0]]
+    assert [line.run_id for line in recent_runs(tracking, 1)] == [parents[1]]
+    store = open_store(tracking)
+    for reference in ("mine1", parents[0][:12]):
+        assert find_run(store, reference, tracking).info.run_id == parents[0]
+
+
+def test_more_parents_than_a_page_are_all_found_newest_first(client, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.tracking.past_runs._RUNS_PER_PAGE", 2)
+    experiment = client.create_experiment("e")
+    for time in range(5):
+        client.create_run(experiment, start_time=time + 1, tags={KEY_TAG: str(time)})
+    assert [run.info.start_time for run in parent_runs(client)] == [5, 4, 3, 2, 1]
+
+
+def test_models_behind_the_first_hundred_are_known(client, tracking):
+    for number in range(102):
+        client.create_registered_model(f"m{number:03}")
+    client.create_model_version("m101", "elsewhere")
+    assert [line.name for line in registered_versions(tracking, "m101")] == ["m101"]
+
+
+def test_a_version_whose_run_was_removed_for_good_is_listed_without_figures(client, tracking, database):
+    run = client.create_run(client.create_experiment("e"))
+    client.create_registered_model("m")
+    client.create_model_version("m", "elsewhere", run_id=run.info.run_id)
+    SqlAlchemyStore(database, "mlruns")._hard_delete_run(run.info.run_id)
+    [line] = registered_versions(tracking, "m")
+    assert (line.version, line.run_id, line.figures) == ("1", run.info.run_id, {})
+
+
+@pytest.mark.slow
+def test_checkpoints_and_held_out_sets_of_later_pages_are_known(client, tracking):
+    experiment = client.create_experiment("e")
+    run = RunHandle(open_store(tracking), client.create_run(experiment))
+    for number in range(102):
+        client.create_logged_model(experiment, name=f"format-step-{number}", source_run_id=run.run_id)
+    assert len(logged_models(run)) == 102
+    with run.store.as_default():
+        for number in range(52):
+            client.create_dataset(f"mine v{number}", experiment_id=experiment, tags={"name": "mine", "version": str(number)})
+        assert len(held_out_versions(client, experiment_id=experiment, name="mine")) == 52

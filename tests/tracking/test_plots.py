@@ -18,52 +18,26 @@ def journals(tmp_path):
     return [("format", tmp_path / "format.jsonl"), ("correctness", tmp_path / "correctness.jsonl")]
 
 
-@pytest.mark.slow
-def test_a_stage_has_one_figure_per_plot_it_has_metrics_for(journals, tmp_path):
-    files = plots.plot_stage(journals[0][1], tmp_path / "plots")
-    assert {file.stem for file in files} == {
-        *(
-            "reward",
-            "reward_std",
-            "kl",
-            "rewards",
-            "completion_length",
-            "truncated",
-            "dead_groups",
-            "learning_rate",
-            "tokens_per_s",
-        )
-    }
-    for file in files:
-        picture = imread(file)
-        assert picture.shape[0] > 300
-        assert picture[..., :3].std() > 0.01, f"{file.name} is blank"
-
-
 def read_steps(journal):
     return Journal(journal, writes=False).steps
 
 
-def test_series_hold_the_journals_numbers(journals):
+def test_series_hold_the_journals_numbers_stage_after_stage(journals):
     steps = read_steps(journals[0][1])
     groups = plots._group(steps)
     assert groups["reward"][0].values == [metrics[REWARD] for metrics in steps.values()]
     assert {series.label for series in groups["rewards"]} == {"format", "own"}
     assert {series.label for series in groups["completion_length"]} == {"mean length", "max length"}
-
-
-def test_stages_are_joined_one_after_another(journals):
     boundaries, groups = plots._join([(name, read_steps(path)) for name, path in journals])
     assert boundaries == [0, 60, 260]
     assert groups["reward"][0].steps == list(range(1, 261))
-    pieces = plots._pieces(groups["reward"][0], boundaries)
-    assert [len(steps) for steps, _ in pieces] == [60, 200]
+    # No line crosses from one stage to the next.
+    assert [len(steps) for steps, _ in plots._pieces(groups["reward"][0], boundaries)] == [60, 200]
 
 
 @pytest.mark.slow
 def test_the_overview_is_drawn_and_the_same_journals_give_the_same_bytes(journals, tmp_path):
-    first = plots.plot_overview(journals, tmp_path / "a" / "overview.png")
-    second = plots.plot_overview(journals, tmp_path / "b" / "overview.png")
+    first, second = (plots.plot_overview(journals, tmp_path / name / "overview.png") for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     assert imread(first).shape[1] > 1_200
 
@@ -86,8 +60,8 @@ def test_the_overview_of_demonstrations_shows_what_they_measure(tmp_path, recwar
     assert coloured == [False, True, True], "learning rate and loss have curves; lengths were not measured"
 
 
-@pytest.mark.parametrize("size", [1, 2, 19, 200, 3_000])
-def test_smoothing_keeps_the_length_the_mean_of_a_constant_and_the_range(size):
+@pytest.mark.parametrize("size", [1, 19, 3_000])
+def test_smoothing_keeps_the_mean_of_a_constant_and_the_range(size):
     values = np.random.default_rng(size).random(size)
     smooth = plots._smooth(values)
     assert smooth.shape == values.shape
@@ -96,10 +70,10 @@ def test_smoothing_keeps_the_length_the_mean_of_a_constant_and_the_range(size):
 
 
 def test_a_single_measurement_is_visible(tmp_path):
-    measured = {step: {REWARD: 1.0} | ({KL: 0.2} if step == 11 else {}) for step in range(1, 21)}
-    for name, steps in (("with", measured), ("without", {})):
-        plots._draw_plot("kl", plots._group(steps).get("kl", [plots.Series("kl")]), tmp_path / f"{name}.png")
-    seen, empty = (imread(tmp_path / f"{name}.png")[60:-60, 100:-60, :3] for name in ("with", "without"))
+    journal = Journal(tmp_path / "metrics.jsonl")
+    for step in range(1, 21):
+        journal.append(step, {REWARD: 1.0} | ({KL: 0.2} if step == 11 else {}))
+    drawn = {file.stem: imread(file)[60:-60, 100:-60, :3] for file in plots.plot_stage(tmp_path / "metrics.jsonl", tmp_path)}
+    assert set(drawn) == {"reward", "kl"}
     blue = np.array([0x00, 0x72, 0xB2]) / 255
-    assert (np.abs(seen - blue).max(-1) < 0.05).sum() > 20
-    assert (np.abs(empty - blue).max(-1) < 0.05).sum() == 0
+    assert (np.abs(drawn["kl"] - blue).max(-1) < 0.05).sum() > 20

@@ -1,24 +1,38 @@
-"""Names that the registry takes, what is said of a server that answers badly, and where the locks of a server's store are."""
+"""Names that the registry takes, errors with their fix, patience, locks, and what two processes write at once."""
 
+import os
 import string
 import tempfile
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import mlflow
 import pytest
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.exceptions import INVALID_PARAMETER_VALUE, MlflowException
 from mlflow.store.artifact.utils.models import _parse_model_uri
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_tasks.tracking import store as room
 from grpo_tasks.tracking.past_runs import registered_versions
 from grpo_tasks.tracking.registry import find_version
-from grpo_tasks.tracking.store import check_store, connect
+from grpo_tasks.tracking.runs import KEY_TAG, open_run
+from grpo_tasks.tracking.store import check_store, connect, open_store, resolve_uri
 from schemas.config.operations import TrackingConfig
 from schemas.config.types import MlflowName
-from schemas.errors import ModelError, TrackingError, UserError
+from schemas.errors import ModelError, StoreAwayError, TrackingError, UserError
 from tests.answering import answering
+from tests.kill_at import at_once, preload_only
 from tests.ports import free_ports
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light_children():
+    preload_only("grpo_tasks.tracking.runs")
 
 
 def mlflow_takes(client, run_id, name):
@@ -45,16 +59,16 @@ def test_the_config_takes_the_names_that_mlflow_takes(database):
         assert refused == (not mlflow_takes(client, run_id, name)) or (refused and name in ("a@b", "..", "a\\b")), name
 
 
-@pytest.mark.parametrize("name", ["it's", "a\\"])
-def test_a_name_that_another_program_registered_hides_no_other_model(database, name):
-    client, tracking = MlflowClient(database), TrackingConfig(tracking_uri=database)
-    for one in (name, "plain"):
-        client.create_registered_model(one)
-        client.create_model_version(one, "file:///nowhere")
-    assert {line.name for line in registered_versions(tracking)} == {name, "plain"}
-    with pytest.raises(ModelError, match="no such model") as unknown:
-        find_version(f"{name}/7", tracking)
-    assert f"versions of {name}: 1" in unknown.value.fix
+def test_a_name_that_another_program_registered_hides_no_other_model(database):
+    client, tracking, names = MlflowClient(database), TrackingConfig(tracking_uri=database), ("it's", "a\\", "plain")
+    for name in names:
+        client.create_registered_model(name)
+        client.create_model_version(name, "file:///nowhere")
+    assert {line.name for line in registered_versions(tracking)} == {*names}
+    for name in names:
+        with pytest.raises(ModelError, match="no such model") as unknown:
+            find_version(f"{name}/7", tracking)
+        assert f"versions of {name}: 1" in unknown.value.fix
 
 
 @pytest.mark.parametrize(
@@ -75,24 +89,104 @@ def test_a_server_that_is_none_of_mlflow_is_named_with_the_variable(monkeypatch,
     assert refused.value.place == address
 
 
-def test_a_store_that_answers_is_counted(any_store):
-    assert check_store(TrackingConfig(tracking_uri=any_store)) >= 1
+def test_a_store_that_answers_is_counted_without_changing_mlflows_globals(database):
+    before = mlflow.get_tracking_uri()
+    with open_store(TrackingConfig(tracking_uri=database)).as_default():
+        assert mlflow.get_tracking_uri() == database
+        assert check_store(TrackingConfig(tracking_uri=database)) >= 1
+    assert mlflow.get_tracking_uri() == before
+    assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
 def test_a_database_server_that_is_away_is_reported_at_once(monkeypatch):
     """MLflow itself would try for two minutes."""
     monkeypatch.setattr(room, "CHECK_S", 0.0)
     monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=lambda _: pytest.fail("MLflow tries again")))
-    [port] = free_ports(1)
     with pytest.raises(TrackingError, match=r"Connection refused|not installed"):
-        connect(f"postgresql://127.0.0.1:{port}/mlflow")
+        connect(f"postgresql://127.0.0.1:{free_ports(1)[0]}/mlflow")
+
+
+def test_an_impossible_or_unreachable_store_is_named_with_its_fix(monkeypatch):
+    uri, away = "sqlite:////proc/nothing/mlflow.db", f"http://127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(TrackingError, match="cannot be opened") as caught:
+        open_store(TrackingConfig(tracking_uri=uri))
+    assert caught.value.place == uri
+    assert caught.value.fix
+    monkeypatch.setattr(room, "FIRST_S", 0.5)
+    with pytest.raises(StoreAwayError) as caught:
+        open_store(TrackingConfig(tracking_uri=away)).call(lambda client: client.search_experiments())
+    assert caught.value.place == away
+    assert "it resumes" in caught.value.fix
+
+
+def test_the_uri_in_the_environment_is_the_default(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert resolve_uri(TrackingConfig()) == "sqlite:///mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert resolve_uri(TrackingConfig()) == "http://127.0.0.1:5000"
+    assert resolve_uri(TrackingConfig(tracking_uri="sqlite:///x.db")) == "sqlite:///x.db"
+
+
+class _Ill(BaseHTTPRequestHandler):
+    """Answers 500; or, once it is told to, nothing."""
+
+    silent = threading.Event()
+
+    def do_GET(self):
+        if self.silent.is_set():
+            time.sleep(60)
+        text = b'{"error_code": "INTERNAL_ERROR", "message": "it cannot"}'
+        self.send_response(500)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def ill():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Ill)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield TrackingConfig(tracking_uri=f"http://127.0.0.1:{server.server_port}", patience_s=0.5)
+    _Ill.silent.clear()
+    server.shutdown()
+
+
+def test_a_process_of_a_run_is_as_patient_as_it(ill):
+    began = time.monotonic()
+    with pytest.raises(StoreAwayError):
+        open_store(ill, known=True).call(lambda client: client.search_experiments())
+    assert time.monotonic() - began < 4
+    fault = MlflowException("two files failed:\n\n##### File a #####\nNo such artifact: 'a'", error_code=INVALID_PARAMETER_VALUE)
+    assert open_store(ill).error(fault).message == "two files failed:\n##### File a #####\nNo such artifact: 'a'"
+
+
+def test_an_interrupted_run_does_not_wait_for_a_silent_server(ill):
+    store, began = open_store(ill.model_copy(update={"patience_s": 60.0}), known=True), time.monotonic()
+    _Ill.silent.set()
+
+    def interrupted():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            store.call(lambda client: client.search_experiments())
+
+    with pytest.raises(StoreAwayError):
+        interrupted()
+    assert time.monotonic() - began < 6
 
 
 @pytest.mark.parametrize("folder", ["open to others", "private"])
-def test_a_link_in_the_temporary_folder_empties_no_file(server, tmp_path, monkeypatch, folder):
+def test_a_link_in_the_temporary_folder_empties_no_file(tmp_path, monkeypatch, folder):
     """Another user knows the name of a lock, and makes a link of that name to a file that only its victim can write to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = connect(server)
+    store = connect("http://127.0.0.1:5000")
     lock = room._lock_of(store.uri, "publish")
     victim = tmp_path / "victim"
     victim.write_text("years of work")
@@ -102,3 +196,49 @@ def test_a_link_in_the_temporary_folder_empties_no_file(server, tmp_path, monkey
     with pytest.raises(UserError), store.lock("publish", who="a run"):
         pytest.fail("the lock was taken")
     assert victim.read_text() == "years of work"
+
+
+def write_rows(uri, run_ids):
+    """The calls that insert a row if they find none."""
+    store = connect(uri)
+    inputs = [DatasetInput(Dataset("train", "abc", "local", "{}"), [InputTag("mlflow.data.context", "training")])]
+
+    def find_or_create(client, name):
+        return client.get_experiment_by_name(name) or client.create_experiment(name)
+
+    for number, run_id in enumerate(run_ids):
+        store.call(lambda client, run_id=run_id: client.log_inputs(run_id, datasets=inputs))
+        store.call(partial(find_or_create, name=f"experiment-{number}"))
+        store.call(lambda client, run_id=run_id: client.log_param(run_id, "a", "1"))
+        store.call(lambda client, run_id=run_id: client.set_tag(run_id, "b", "2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
+def test_rows_that_two_processes_write_at_once_are_stored_once(database):
+    client = MlflowClient(database)
+    experiment = client.create_experiment(f"rows-{database[:4]}")
+    run_ids = [client.create_run(experiment).info.run_id for _ in range(15)]
+    assert at_once(2, partial(write_rows, database, run_ids)) == [0, 0]
+    for run_id in run_ids:
+        run = client.get_run(run_id)
+        assert [found.dataset.name for found in run.inputs.dataset_inputs] == ["train"]
+        assert (run.data.params, run.data.tags["b"]) == ({"a": "1"}, "2")
+
+
+KEYS = ("one", "two", "three")
+
+
+def record(config, report):
+    for key in KEYS:
+        with open_run(config, key=key) as run:
+            run.record(report)
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_key_share_one_run(database, make_config, data_report):
+    config, client = make_config(database), MlflowClient(database)
+    assert at_once(2, partial(record, config, data_report)) == [0, 0]
+    runs = client.search_runs([client.get_experiment_by_name(config.experiment).experiment_id])
+    assert sorted(run.data.tags[KEY_TAG] for run in runs) == sorted(KEYS)
+    assert [(run.info.status, len(run.inputs.dataset_inputs)) for run in runs] == [("FINISHED", 2)] * 3

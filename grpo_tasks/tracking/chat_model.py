@@ -44,11 +44,7 @@ class _Answers:
         self._model.to(device).eval()
 
     def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:  # noqa: ARG002 - MLflow's signature
-        """Answer one request (a dict, or a frame of one row), or each row of a frame.
-
-        Raises:
-            MlflowException: a request has neither messages nor a prompt, or asks for what this model does not do.
-        """
+        """Answer one request (a dict, or a frame of one row), or each row of a frame; `MlflowException` where it cannot."""
         requests = _requests(model_input)
         answers = [self._answer(request | (params or {})) for request in requests]
         return answers[0] if len(answers) == 1 else answers
@@ -109,7 +105,11 @@ class _Answers:
     def _complete(self, ids: list[int], settings: Mapping[str, Any]) -> tuple[str, str, int]:
         """Text of one completion, why it ended, and its number of tokens."""
         stop = [settings["stop"]] if isinstance(settings.get("stop"), str) else list(settings.get("stop") or [])
-        ends, search = self._end_ids(settings), _StopSearch(self._tokenizer, stop, len(ids))
+        eos, written = self._model.generation_config.eos_token_id, settings.get("stop_token_ids") or []
+        given = [self._tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in written]
+        known = [*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id, *given]
+        ends = {int(token) for token in known if token is not None}
+        search = _StopSearch(self._tokenizer, stop, len(ids))
         temperature = float(settings.get("temperature") or 0.0)
         prompt = torch.tensor([ids], device=self._model.device)
         drawn = {
@@ -133,15 +133,6 @@ class _Answers:
         tokens = out[0, len(ids) :].tolist()
         text, found = search.cut(tokens, include=bool(settings.get("include_stop")))
         return text, "stop" if found or tokens[-1] in ends else "length", len(tokens)
-
-    def _end_ids(self, settings: Mapping[str, Any]) -> set[int]:
-        eos = self._model.generation_config.eos_token_id
-        given = [
-            self._tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token
-            for token in settings.get("stop_token_ids") or []
-        ]
-        known = [*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id, *given]
-        return {int(token) for token in known if token is not None}
 
 
 class _StopSearch(StoppingCriteria):
@@ -176,15 +167,14 @@ class _StopSearch(StoppingCriteria):
 
 
 def _requests(given: Any) -> list[dict[str, Any]]:
-    """The requests of a dict or a frame, without fields that have no value."""
     rows = given.to_dict(orient="records") if isinstance(given, pd.DataFrame) else [given]
     if not all(isinstance(row, Mapping) for row in rows):
         raise _refused("a request is a JSON object with `messages`")
-    return [{name: value for name, value in row.items() if not _is_missing(value)} for row in rows]
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    # A frame has NaN where a row has no value.
+    return [
+        {name: value for name, value in row.items() if value is not None and not (isinstance(value, float) and math.isnan(value))}
+        for row in rows
+    ]
 
 
 def _refused(why: str) -> MlflowException:

@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.tracking.served.proof DIRECTORY`: does the artifact in the store answer as the merged model did?
+"""`python -m grpo_tasks.tracking.proof DIRECTORY`: does the artifact in the store answer as the merged model did?
 
     greedy answers of the merge proof  ==  answers of mlflow.pyfunc.load_model("models:/ID") in a process of its own
 
@@ -13,7 +13,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any
 
 import mlflow.artifacts
 import mlflow.pyfunc
@@ -49,7 +48,8 @@ def prove_served(spec: ServedSpec) -> None:
         try:
             with _without_our_packages():
                 model = mlflow.pyfunc.load_model(str(folder), model_config=settings)
-                given = [_text(model.predict(example_request(answer.messages))) for answer in spec.answers]
+                replies = [model.predict(example_request(answer.messages))["choices"][0] for answer in spec.answers]
+                given = [str(reply["message"]["content"] if "message" in reply else reply["text"]) for reply in replies]
         except Exception as error:  # a model that cannot be loaded raises anything
             raise ServedModelError(
                 f"the published model cannot be used: {type(error).__name__}: {error}", place=place, fix=_FIX
@@ -67,23 +67,16 @@ def prove_served(spec: ServedSpec) -> None:
 @contextmanager
 def _artifact(store: Store, model_id: str) -> Iterator[Path]:
     """The files of the logged model: where the store keeps them if that is this disk, otherwise downloaded for the block."""
-    kept = Path(store.ask(lambda client: client.get_logged_model(model_id)).artifact_location.removeprefix("file://"))
+    kept = Path(store.call(lambda client: client.get_logged_model(model_id)).artifact_location.removeprefix("file://"))
     if kept.is_dir():
         yield kept
         return
     with TemporaryDirectory() as folder:
-        found = store.ask_globally(lambda _: mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder))
+        found = store.call_globally(lambda _: mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder))
         yield Path(found)
 
 
-def _text(reply: dict[str, Any]) -> str:
-    [choice] = reply["choices"]
-    return str(choice["message"]["content"] if "message" in choice else choice["text"])
-
-
 class _Refuse:
-    """A finder that refuses the packages of this project."""
-
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG004 - importlib's signature
         """Refuse our packages, leave all others to the next finder."""

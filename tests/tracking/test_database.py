@@ -102,13 +102,12 @@ def test_a_store_killed_in_its_creation_is_created_by_the_next(uri, file):
 
 @pytest.mark.slow
 def test_several_processes_can_open_a_new_store_at_once(uri):
-    assert at_once(4, partial(connect, uri)) == [0, 0, 0, 0]
+    assert at_once(3, partial(connect, uri)) == [0, 0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_runs", "CREATE TABLE registered_models"])
-def test_a_store_without_runs_is_usable_after_a_killed_migration_in_place(uri, words):
-    kill_migration(uri, words)
+def test_a_store_without_runs_is_usable_after_a_killed_migration_in_place(uri):
+    kill_migration(uri, "INSERT INTO _alembic_tmp_runs")
     assert run_names(uri) == []
 
 

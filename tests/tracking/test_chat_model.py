@@ -13,7 +13,7 @@ from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.tracking.served.chat_model import ServedModel
+from grpo_tasks.tracking.chat_model import ServedModel
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.paths import resolve
@@ -45,7 +45,6 @@ def model():
     [
         {},
         {"stop": ["</reasoning>"]},
-        {"stop": ["</reasoning>"], "include_stop_str_in_output": False},
         {"stop": ["=1", "5+"], "include_stop_str_in_output": False},
         {"stop_token_ids": ["="]},
         {"max_completion_length": 3},

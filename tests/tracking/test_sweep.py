@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 
 from grpo_tasks.tracking.past_runs import recent_runs
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
-from grpo_tasks.tracking.shown.headline import NOTE
-from grpo_tasks.tracking.shown.sweep import ENDED, SweepRun, compare_link
+from grpo_tasks.tracking.sweep import ENDED, SweepRun, compare_link
+from grpo_tasks.tracking.texts import NOTE
 from schemas.config.grid import make_grid
 from schemas.errors import PrunedError
 from schemas.results.evaluation import Interval
@@ -55,7 +55,7 @@ def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     sweep.show(result)
     for line in result.lines:
         sweep.mark(line)
-    sweep.end("FINISHED")
+    sweep.handle.end("FINISHED")
     parent = client.get_run(sweep.handle.run_id)
     note, best = parent.data.tags[NOTE], result.lines[2]
     assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %; 1 of 4 pruned**")
@@ -65,11 +65,8 @@ def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     assert parent.data.metrics["accuracy"] == 0.75
     assert parent.data.params["over.stages.0.learning_rate"] == "1e-3, 1e-5"
     assert parent.info.run_name.startswith("sweep mine ")
-    rows = list(
-        csv.DictReader(
-            Path(client.download_artifacts(parent.info.run_id, "sweep/runs.csv", str(tmp_path))).read_text().splitlines()
-        )
-    )
+    table = Path(client.download_artifacts(parent.info.run_id, "sweep/runs.csv", str(tmp_path))).read_text()
+    rows = list(csv.DictReader(table.splitlines()))
     assert [(row["stages.0.learning_rate"], row["seed"], row["accuracy"], row["accuracy low"]) for row in rows] == [
         ("1e-3", "42", "0.5", "0.1"), ("1e-5", "42", "", ""), ("1e-3", "43", "0.75", "0.1"), ("1e-5", "43", "0.25", "0.1"),
     ]  # fmt: skip
@@ -106,20 +103,14 @@ def test_the_same_sweep_is_one_parent_and_a_look_changes_nothing(grid, client):
     first = SweepRun(grid, key="s", flow={})
     assert first.is_new
     first.show(ended(grid, first, [0.5, 0.5, 0.5, 0.5]))
-    first.end("FINISHED")
+    first.handle.end("FINISHED")
     before = client.get_run(first.handle.run_id).to_dictionary()
     again = SweepRun(grid, key="s", flow={"prefect.flow_run_id": "later"})
-    again.end("FINISHED")
+    again.handle.end("FINISHED")
     assert not again.is_new
+    assert [line.run_id for line in recent_runs(grid.base.tracking, 10)] == [first.handle.run_id], "not each of its runs"
     assert client.get_run(again.handle.run_id).to_dictionary() == before
     assert SweepRun(grid, key="other", flow={}).handle.run_id != first.handle.run_id
-
-
-@pytest.mark.slow
-def test_lists_of_runs_show_the_sweep_and_not_each_of_its_runs(grid, client):
-    sweep = SweepRun(grid, key="s", flow={})
-    sweep.show(ended(grid, sweep, [0.5, 0.5, 0.5, 0.5]))
-    assert [line.run_id for line in recent_runs(grid.base.tracking, 10)] == [sweep.handle.run_id]
 
 
 def test_a_pruned_run_is_killed_and_not_failed(grid, client):
@@ -132,17 +123,17 @@ def test_a_pruned_run_is_killed_and_not_failed(grid, client):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", [30, 100, 1_000])
-def test_the_description_of_a_large_sweep_fits_mlflow_and_names_the_table(grid, client, runs):
+def test_the_description_of_a_large_sweep_fits_mlflow_and_names_the_table(grid, client):
     sweep = SweepRun(grid, key="s", flow={})
     result = ended(grid, sweep, [0.5, None, 0.75, 0.25])
-    lines = [result.lines[number % 4] for number in range(runs)]
-    sweep.show(result.model_copy(update={"lines": lines}))
-    note = client.get_run(sweep.handle.run_id).data.tags[NOTE]
-    assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %")
-    assert "To offer the best one" in note
-    assert ("sweep/runs.md" in note) == (runs > 30)
-    assert ("compare-runs" in note) == (runs < 1_000)
+    for runs in (30, 100, 1_000):
+        lines = [result.lines[number % 4] for number in range(runs)]
+        sweep.show(result.model_copy(update={"lines": lines}))
+        note = client.get_run(sweep.handle.run_id).data.tags[NOTE]
+        assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %")
+        assert "To offer the best one" in note
+        assert ("sweep/runs.md" in note) == (runs > 30)
+        assert ("compare-runs" in note) == (runs < 1_000)
 
 
 def test_fewer_than_two_runs_are_not_compared():

@@ -1,4 +1,4 @@
-"""MLflow's own webhook reaches the receiver of examples/webhook when the champion changes; forged messages do not."""
+"""A server of MLflow: its webhook reaches the receiver of examples/webhook, forged messages do not; no other page can use it."""
 
 import base64
 import hashlib
@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from tests.web_pages import FOREIGN, own_page, status
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "webhook"
 SECRET = "correct horse battery staple"
@@ -34,23 +35,23 @@ def receiver():
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_new_champion_and_a_rollback_reach_the_receiver(receiver, server, publish_one):
+@pytest.mark.parametrize("database", ["server"], indirect=True)
+def test_a_new_champion_and_a_rollback_reach_the_receiver(receiver, database, make_config, publish_one):
     url, output = receiver
-    command = [sys.executable, str(EXAMPLE / "register.py"), server, url]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"WEBHOOK_SECRET": SECRET}, timeout=120
-    )
+    config, environment = make_config(database), os.environ | {"WEBHOOK_SECRET": SECRET}
+    command = [sys.executable, str(EXAMPLE / "register.py"), database, url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
     assert done.stdout.startswith(f"registered {url} as ")
+    name = config.registered_model
     try:
-        name = publish_one(server, "1").registered_model
-        assert output.readline() == f"version 1 of {name} is the champion\n"
-        publish_one(server, "2")
-        assert output.readline() == f"version 2 of {name} is the champion\n"
-        back = CliRunner().invoke(app, ["rollback", name, "--tracking-uri", server])
+        for letter in "12":
+            publish_one(config, letter)
+            assert output.readline() == f"version {letter} of {name} is the champion\n"
+        back = CliRunner().invoke(app, ["rollback", name, "--tracking-uri", database])
         assert back.exit_code == 0, back.output
         assert output.readline() == f"version 1 of {name} is the champion\n"
     finally:
-        MlflowClient(server, server).delete_webhook(done.stdout.split()[-1])
+        MlflowClient(database, database).delete_webhook(done.stdout.split()[-1])
 
 
 def posted(url, body, headers):
@@ -83,3 +84,37 @@ def test_the_receiver_refuses_forged_old_and_repeated_messages(receiver):
     assert posted(url, *message(now, "4", message_id="other", alias="challenger")) == 204
     assert posted(url, *message(now, "3", message_id="two")) == 204
     assert [output.readline() for _ in range(2)] == [f"version {number} of m is the champion\n" for number in (1, 3)]
+
+
+READS = (
+    "/api/2.0/mlflow/experiments/search?max_results=1",
+    "/ajax-api/2.0/mlflow/experiments/search?max_results=1",
+    "/get-artifact?path=model&run_uuid=0",
+)
+WRITES = {
+    "/api/2.0/mlflow/experiments/create": "POST",
+    "/ajax-api/2.0/mlflow/experiments/create": "POST",
+    "/graphql": "POST",
+    "/v1/traces": "POST",
+    "/ajax-api/2.0/mlflow/upload-artifact": "POST",
+    "/api/2.0/mlflow-artifacts/artifacts/planted.txt": "PUT",
+    "/api/2.0/mlflow/runs/delete": "POST",
+}
+
+
+@pytest.mark.parametrize("page", FOREIGN)
+def test_mlflow_refuses_a_page_that_is_not_its_own(server, page):
+    for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/json"}):
+        for path, method in WRITES.items():
+            assert status(server + path, FOREIGN[page] | kind, method, {"name": "planted"}) == 403, path
+    for path in READS:
+        assert status(server + path, FOREIGN[page]) == 403, path
+    assert status(server + next(iter(WRITES)), FOREIGN[page] | {"Access-Control-Request-Method": "POST"}, "OPTIONS") == 403
+    assert MlflowClient(server).get_experiment_by_name("planted") is None
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_mlflow_answers_its_own_page(server, name):
+    page = own_page(server, name) | {"Content-Type": "application/json"}
+    path = "/ajax-api/2.0/mlflow/experiments/search"
+    assert status(server + path, page, "POST", {"max_results": 1}) == 200

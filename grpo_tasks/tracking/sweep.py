@@ -18,20 +18,18 @@ from urllib.parse import quote
 import polars as pl
 
 from grpo_tasks.content.markdown import code, table
-from grpo_tasks.tracking.handle import EndStatus, RunHandle
+from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.runs import KEY_TAG, find_or_create
-from grpo_tasks.tracking.shown.headline import NOTE, NOTE_CHARS, merged_figures, origin_tags, run_title
 from grpo_tasks.tracking.store import open_store
+from grpo_tasks.tracking.texts import AT_A_GLANCE, NOTE, NOTE_CHARS, merged_figures, origin_tags, run_title
 from schemas.config.grid import Grid
-from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD, figure_text
+from schemas.metrics import figure_text
 from schemas.results.sweep import SweepLine, SweepResult
 
 TABLE = "sweep/runs.csv"
 REPORT = "sweep/runs.md"
 ENDED = "grpo.ended"
 """Tag of a run of a sweep: `finished`, or why it ended before."""
-FIGURES = (ACCURACY, FORMAT_RATE, REWARD)
-"""Held-out figures of the merged model that the table shows, with their intervals."""
 
 
 class SweepRun:
@@ -70,11 +68,7 @@ class SweepRun:
         if end is None or not end.run_id:
             return
         text = end.state if end.state == "finished" else f"{end.state}: {end.reason}"
-        self.handle.store.ask(lambda client: client.set_tag(end.run_id, ENDED, text[:5_000]))
-
-    def end(self, status: EndStatus) -> None:
-        """Set the final status."""
-        self.handle.end(status)
+        self.handle.store.call(lambda client: client.set_tag(end.run_id, ENDED, text[:5_000]))
 
     def _note(self, result: SweepResult) -> str:
         best = result.best
@@ -104,7 +98,7 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
 def cells(line: SweepLine) -> dict[str, str]:
     """One run as texts by column: what differs, what came out, how long it took, how it ended."""
     row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed)}, line.end
-    for name in FIGURES:
+    for name in AT_A_GLANCE:
         found = end.figures.get(name) if end is not None else None
         text = ""
         if found is not None:
@@ -140,7 +134,7 @@ def _means(groups: dict[tuple[str, ...], list[SweepLine]], paths: Sequence[str])
     def values_of(lines: Sequence[SweepLine], name: str) -> list[float]:
         return [line.end.figures[name].value for line in lines if line.end is not None and name in line.end.figures]
 
-    names = [name for name in FIGURES if any(values_of(lines, name) for lines in groups.values())]
+    names = [name for name in AT_A_GLANCE if any(values_of(lines, name) for lines in groups.values())]
     rows = []
     for values, lines in groups.items():
         figures = [values_of(lines, name) for name in names]
@@ -156,7 +150,7 @@ def _csv(result: SweepResult) -> str:
     for line in result.lines:
         end = line.end
         row: dict[str, object] = {"run": line.number, **line.settings, "seed": line.seed}
-        for name in FIGURES:
+        for name in AT_A_GLANCE:
             found = end.figures.get(name) if end is not None else None
             for part in ("value", "low", "high"):
                 row[name if part == "value" else f"{name} {part}"] = getattr(found, part) if found is not None else None

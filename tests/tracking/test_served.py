@@ -1,9 +1,7 @@
-"""A version is registered only if its artifact, loaded by pyfunc, answers as the merged model did."""
+"""The artifact of a published model: what MLflow's commands, pyfunc, transformers and OpenAI's clients make of it."""
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,101 +12,28 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.publishing import publish
+from grpo_tasks.tracking.proof import prove_served
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.served.proof import prove_served
-from schemas.errors import ServedModelError
-from schemas.results.evaluation import PairedTest
 from schemas.results.model import GreedyAnswer
+from tests.flows.place import end_group
+from tests.ports import free_ports
 from tests.rollout.servers import PYTHON
 
-BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
 CHAT = [{"role": "user", "content": "What is 15 + 27?"}]
-
-
-def published(config, proof, evaluation, *, log=log_model, key="one"):
-    with open_run(config, key=key) as run:
-        return publish(run, proof, tests=[BETTER], champion=None, evaluation=evaluation, log=log, prove=prove_served)
-
-
-def spoils(change):
-    """Logs a model and changes its artifact in the store."""
-
-    def log(spec):
-        log_model(spec)
-        [artifact] = Path.cwd().glob(f"mlruns/*/models/{spec.model_id}/artifacts")
-        change(artifact)
-
-    return log
-
-
-def edits(name, old, new):
-    def change(artifact):
-        text = (artifact / name).read_text()
-        assert old in text
-        (artifact / name).write_text(text.replace(old, new))
-
-    return change
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (edits("model/chat_template.jinja", "assistant", "assistent"), "the published model answers"),
-        (edits("chat_model.py", "import math\n", "import math\nimport grpo_tasks.content.hashes\n"), "No module named"),
-        (edits("model/config.json", "qwen2", "unheard-of"), "cannot be used"),
-        (lambda artifact: (artifact / "model" / "model.safetensors").unlink(), "cannot be used"),
-    ],
-    ids=["template", "our code", "config", "weights"],
-)
-def test_an_artifact_that_answers_otherwise_is_not_registered(database, make_config, make_merge, make_evaluation, change, says):
-    config, client, proof = make_config(database), MlflowClient(database), make_merge()
-    with pytest.raises(ServedModelError, match=says) as refused:
-        published(config, proof, make_evaluation("merged"), log=spoils(change))
-    assert "nothing was registered" in refused.value.fix
-    assert client.search_model_versions(f"name = '{config.registered_model}'") == []
-    experiment = client.get_experiment_by_name(config.experiment).experiment_id
-    assert client.search_logged_models([experiment]) == []
-    # The same run publishes the model once its artifact is right.
-    assert published(config, proof, make_evaluation("merged")).champion
-
-
-@pytest.mark.slow
-def test_a_proved_model_is_asked_once(database, make_config, make_merge, make_evaluation):
-    config, asked = make_config(database), []
-
-    def prove(spec):
-        asked.append(spec)
-        prove_served(spec)
-
-    for _ in range(2):
-        with open_run(config, key="one") as run:
-            publish(
-                run,
-                make_merge(),
-                tests=[BETTER],
-                champion=None,
-                evaluation=make_evaluation("merged"),
-                log=log_model,
-                prove=prove,
-            )
-    assert len(asked) == 1
-    [model] = MlflowClient(database).search_logged_models([run.experiment_id])
-    assert model.tags["grpo.served_proof"] == "2 answers equal those of the merged model"
+on_a_server = pytest.mark.parametrize("database", ["server"], indirect=True)
+CLIENT = Path(__file__).resolve().parents[1] / "openai_client.py"
 
 
 @pytest.fixture
-def chat_champion(server, make_config, make_merge, make_evaluation):
+def chat_champion(database, make_config, make_merge, offer):
     """Address of a published model whose template carries the system prompt, and its answer to CHAT as the merge proof has it."""
-    config, proof = make_config(server), make_merge("system")
+    config, proof = make_config(database), make_merge("system")
     chat = [{"role": "system", "content": config.data.system_prompt}, *CHAT]
     tokenizer = load_tokenizer(proof.model)
     model = AutoModelForCausalLM.from_pretrained(proof.model.path, dtype="float32")
@@ -118,7 +43,8 @@ def chat_champion(server, make_config, make_merge, make_evaluation):
     set_system_prompt(tokenizer, config.data.system_prompt)
     tokenizer.save_pretrained(proof.model.path)
     proof = proof.model_copy(update={"sha256": folder_sha256(Path(proof.model.path)), "answers": [answer]})
-    assert published(config, proof, make_evaluation("merged")).champion
+    with open_run(config, key="one") as run:
+        assert offer(run, proof, log=log_model, prove=prove_served).champion
     return f"models:/{config.registered_model}@champion", answer.text
 
 
@@ -134,13 +60,14 @@ def mlflow_models(command, uri, *options):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_champion, tmp_path):
+@on_a_server
+def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(database, chat_champion, tmp_path):
     uri, answer = chat_champion
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"messages": CHAT}))
     command = mlflow_models("predict", uri, "--content-type", "json", "-i", str(request), "-o", str(tmp_path / "reply.json"))
-    predicted = subprocess.Popen(command, env=environment(server), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    mlflow.set_tracking_uri(server)
+    predicted = subprocess.Popen(command, env=environment(database), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    mlflow.set_tracking_uri(database)
     reply = mlflow.pyfunc.load_model(uri).predict({"messages": CHAT})
     assert reply["choices"][0]["message"] == {"role": "assistant", "content": answer}
     pipeline = mlflow.transformers.load_model(uri)
@@ -157,45 +84,43 @@ def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_
 
 
 @pytest.mark.slow
-def test_the_artifact_holds_weights_once_without_pickle_or_paths(chat_champion, server, tmp_path):
-    mlflow.set_tracking_uri(server)
+@on_a_server
+def test_the_artifact_holds_weights_once_without_pickle_or_paths(chat_champion, database, tmp_path):
+    mlflow.set_tracking_uri(database)
     folder = Path(mlflow.artifacts.download_artifacts(chat_champion[0], dst_path=str(tmp_path / "artifact")))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     assert [name for name in names if name.endswith((".safetensors", ".bin", ".pt"))] == [
         "adapter/adapter_model.safetensors",
         "model/model.safetensors",
     ]
+    # The model is what it was: the same files, for whoever downloads it.
+    for name in ("model", "adapter"):
+        assert folder_sha256(folder / name) == folder_sha256(tmp_path / "merge-system" / name)
     assert [name for name in names if name.endswith((".pkl", ".pickle"))] == []
     assert [name for name in names if str(tmp_path) in (folder / name).read_bytes().decode(errors="ignore")] == []
     assert "trust_remote_code" not in (folder / "MLmodel").read_text()
     assert not any("+" in line for line in (folder / "requirements.txt").read_text().splitlines())
 
 
-CLIENT = Path(__file__).resolve().parents[2] / "openai_client.py"
-"""OpenAI's own client, where there is a vLLM environment: it is part of that."""
-
-
 @contextmanager
 def serving(server, uri, tmp_path):
     """Address of `mlflow models serve` for a model."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     command = mlflow_models("serve", uri, "--host", "127.0.0.1", "--port", str(port))
     with (tmp_path / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment(server), stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(f"http://127.0.0.1:{port}/ping", process, tmp_path / "serve.log")
+        until_it_answers(f"http://127.0.0.1:{port}/ping", process)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=20)
+        end_group(process)
 
 
 @pytest.mark.long
-def test_a_served_champion_answers_in_the_form_of_openais_api(server, chat_champion, tmp_path):
+@on_a_server
+def test_a_served_champion_answers_in_the_form_of_openais_api(database, chat_champion, tmp_path):
     uri, answer = chat_champion
-    with serving(server, uri, tmp_path) as address:
+    with serving(database, uri, tmp_path) as address:
         # What `OpenAI(base_url="http://127.0.0.1:PORT/invocations?path=")` sends: it appends /chat/completions to its address.
         body = {"messages": CHAT, "model": "demo", "temperature": 0}
         reply = post(f"{address}/invocations?path=/chat/completions", body)
@@ -205,16 +130,11 @@ def test_a_served_champion_answers_in_the_form_of_openais_api(server, chat_champ
             post(f"{address}/invocations", {"messages": CHAT, "stream": True})
         assert refused.value.code == 400
         assert "leave out `stream`" in refused.value.read().decode()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not PYTHON.exists(), reason="OpenAI's client is part of the vLLM environment, and there is none (make vllm)")
-def test_a_served_champion_answers_openais_own_client(server, chat_champion, tmp_path):
-    uri, answer = chat_champion
-    with serving(server, uri, tmp_path) as address:
-        asked = [PYTHON, CLIENT, f"{address}/invocations?path=", "demo"]
-        said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
-        assert said.stdout == f"{answer}\n"
+        if PYTHON.exists():
+            # OpenAI's own client, where there is a vLLM environment: it is part of that.
+            asked = [PYTHON, CLIENT, f"{address}/invocations?path=", "demo"]
+            said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+            assert said.stdout == f"{answer}\n"
 
 
 def post(address, body):
@@ -223,12 +143,12 @@ def post(address, body):
         return json.load(reply)
 
 
-def wait_for(address, process, log):
+def until_it_answers(address, process):
     for _ in range(2_000):
-        assert process.poll() is None, log.read_text()
+        assert process.poll() is None
         try:
             with urllib.request.urlopen(address, timeout=1):
                 return
         except OSError:
             time.sleep(0.1)
-    raise AssertionError(log.read_text())
+    raise AssertionError("it does not answer")
