@@ -139,7 +139,7 @@ def test_an_older_mlflow_store_is_migrated_completely_or_not_at_all(old_store, u
     assert file.with_name("mlflow.db.before-migration").read_bytes() == before
 
 
-@pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_", "RENAME TO", "a table with a row"])
+@pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_", "a table with a row"])
 def test_a_half_migrated_store_with_runs_is_refused_and_not_changed(old_store, uri, file, words):
     shutil.copy(old_store, file)
     if words.startswith("a table"):
