@@ -72,7 +72,7 @@ def policy(base_ref):
 @pytest.fixture(scope="session")
 def prompts(tokenizer):
     """Token ids of four prompts of different lengths."""
-    from grpo_tasks.policy.chat import prompt_ids
+    from grpo_tasks.content.tokenizer import prompt_ids
 
     questions = ["What is 15 + 27?", "What is 99 - 13?", "Hi", "What is 12 + 77? Answer in one word, please."]
     return [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]

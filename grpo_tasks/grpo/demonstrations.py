@@ -18,10 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
-from grpo_tasks.content.tokenizer import RefusedError, contains_special, end_marker, rendered, special_tokens, turn_end
+from grpo_tasks.content.tokenizer import (
+    RefusedError,
+    contains_special,
+    end_marker,
+    prompt_ids,
+    rendered,
+    special_tokens,
+    turn_end,
+)
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.rounds import PromptSchedule, Rollout, Round, ScoredRollout
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.suite import Scores
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import DemonstrationsConfig

@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.conversations import Played
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, total_scores
 from grpo_tasks.rollout.conversations import Player, Start

@@ -1,4 +1,4 @@
-"""The policy: loading, token ids of a chat, log-probabilities of completions, adapters, merging.
+"""The policy: loading, log-probabilities of completions, adapters, merging.
 
 Knows torch, transformers and peft; knows nothing of rewards, advantages, files of a stage, Prefect or MLflow.
 Dimension letters throughout: P prompts, N completions, G completions per prompt, T completion tokens, S prompt tokens, C = S - 1

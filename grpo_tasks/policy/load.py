@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from grpo_tasks.content.model_files import rounds
-from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
+from grpo_tasks.content.tokenizer import add_tokens, added_tokens, end_token_ids, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
-from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded

@@ -23,10 +23,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.content.tokenizer import set_system_prompt
+from grpo_tasks.content.tokenizer import completion_text, prompt_ids, set_system_prompt
 from grpo_tasks.policy import change
 from grpo_tasks.policy.change import KEPT, Distance, PolicyRecord, Shares, distance
-from grpo_tasks.policy.chat import completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
 from schemas.errors import MergeError

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_tasks.content.model_files import saved_dtype
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.change import KEPT, Distance, distance, kept, record_completions
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_errors, load_policy, load_tokenizer, order_modules
 from grpo_tasks.policy.merge import MEAN_TOLERANCE
 from schemas.config.model import ModelConfig

@@ -7,7 +7,7 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from grpo_tasks.policy.chat import end_token_ids, prompt_ids
+from grpo_tasks.content.tokenizer import end_token_ids, prompt_ids
 from grpo_tasks.policy.load import load_errors
 from schemas.prompts import PLAIN
 

@@ -16,11 +16,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.limited_model import limited_templates
-from grpo_tasks.content.tokenizer import PLACEHOLDER, QUESTION, RefusedError, rendered, special_tokens, turn_end
+from grpo_tasks.content.tokenizer import PLACEHOLDER, QUESTION, RefusedError, completion_text, rendered, special_tokens, turn_end
 from grpo_tasks.environments.calls import END_MARKS
 from grpo_tasks.environments.contract import Environments, Message, Observation, row_columns, too_long, with_tools
 from grpo_tasks.environments.pool import EnvironmentPool
-from grpo_tasks.policy.chat import completion_text
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.engine import (
     Completion,

@@ -10,7 +10,7 @@ import polars as pl
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.model_files import generation_eos
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, loading_dtype, pick_device, save_plain
 from grpo_tasks.rollout.conversations import Player, Start, player
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed, conversation_column

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
-from grpo_tasks.policy.chat import completion_text
+from grpo_tasks.content.tokenizer import completion_text, contains_special, special_tokens, stop_token_ids
 from grpo_tasks.rollout.engine import Sampling
 
 

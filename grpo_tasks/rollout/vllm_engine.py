@@ -26,8 +26,8 @@ from jaxtyping import Float
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.tokenizer import end_token_ids
 from grpo_tasks.kit.share import Pool
-from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.sharded import sampling_copy

@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.grpo.sampler import rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.library import base_model, evaluate, load_data, merge, train_stage
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completion_seed

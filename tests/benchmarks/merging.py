@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.library import load_data, merge, train_stage
 from grpo_tasks.policy.change import distance, kept, record_completions, weight_shares
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig

@@ -25,13 +25,13 @@ from typing import Any
 import polars as pl
 import torch
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.pass_rates import measured_rates
 from grpo_tasks.evaluation.report import score_samples
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.kit.lock import alone
 from grpo_tasks.library import base_model, load_data, train_stage
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.held_out import solved_samples
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed

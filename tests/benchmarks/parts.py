@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.policy.logprobs import score_tokens
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec

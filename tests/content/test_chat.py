@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_tasks.content.tokenizer import surroundings, text_ids, turn_end
+from grpo_tasks.content.tokenizer import end_token_ids, prompt_ids, surroundings, text_ids, turn_end
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.grpo.demonstrations import encode_turns
 from grpo_tasks.grpo.trl import _SuiteTrainer
-from grpo_tasks.policy.chat import end_token_ids, prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout.chat_session import ChatSession

@@ -4,9 +4,8 @@ from copy import deepcopy
 
 import pytest
 
-from grpo_tasks.content.tokenizer import set_template_defaults
+from grpo_tasks.content.tokenizer import prompt_ids, set_template_defaults
 from grpo_tasks.environments.contract import with_tools
-from grpo_tasks.policy.chat import prompt_ids
 from schemas.config.rollout import RolloutConfig
 
 ADD = {

@@ -8,7 +8,7 @@ import pytest
 
 from flows.model_names import DATE, with_fixed_date, with_local_model
 from grpo_tasks.content.model_files import asks_for_date
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.key import content_key
 from grpo_tasks.steps.probe_rewards import _date

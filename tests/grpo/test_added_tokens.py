@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout.engine import Request, Sampling

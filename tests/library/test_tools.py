@@ -7,9 +7,9 @@ import polars as pl
 import pytest
 from transformers import AutoTokenizer
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, completions_of, evaluate, generate, load_data, merge
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations import player
 from grpo_tasks.tracking.chat_model import ServedModel
 from schemas.config.load import load_config

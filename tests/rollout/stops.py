@@ -2,7 +2,7 @@
 
 import re
 
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.rollout.engine import Request, completion_seed
 
 SPECIAL, ORDINARY = "<search>", "<ask>"

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import prompt_id, read_prompts
 from grpo_tasks.environments.contract import Opening
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rollout import conversations

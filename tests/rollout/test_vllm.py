@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, completion_seed

@@ -8,8 +8,7 @@ import pytest
 import torch
 from mlflow.exceptions import MlflowException
 
-from grpo_tasks.content.tokenizer import set_system_prompt, set_template_defaults
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids, set_system_prompt, set_template_defaults
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine

@@ -4,7 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from schemas.errors import ModelError
 from schemas.paths import resolve
