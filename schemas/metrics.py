@@ -1,7 +1,4 @@
-"""The one table of metric names: what each measures, its unit, which way is better, and when it is an alarm.
-
-The trainer writes these names into the journal; MLflow, the progress bar, the plots, the guards, the reports and the docs read
-them. Each name is a constant here and a literal nowhere else. Names are TRL's where TRL has one.
+"""The one table of metric names, each a constant here and a literal nowhere else: TRL's where TRL has one. And of the figures.
 
 A name that contains `*` stands for a family with one member per reward function or task: `member(REWARD_MEAN, "format")` is
 `rewards/format/mean`. A reward has the same name in training and in the evaluation.
@@ -25,7 +22,7 @@ class Metric:
     alarm: str = ""
     """Which values are a warning sign, and what to do."""
     plot: str = ""
-    """File name of the plot it is drawn in. Metrics with the same plot share its axes. Empty: not drawn."""
+    """Name of the plot whose axes it shares. Empty: not drawn."""
     column: str = ""
     """Column of the evaluation samples that it is the mean of."""
 
@@ -311,19 +308,17 @@ def member(family: str, function: str) -> str:
 
 
 def logged(function: str, name: str) -> str:
-    """The name of a metric that a reward function reports through log_metric. The table does not know these."""
+    """The name of a metric that a reward function reports through log_metric; not in the table."""
     return f"logged/{function}/{name}"
 
 
 def describe(name: str) -> Metric | None:
-    """The table's entry for a concrete name, family members included; None for a name that the table does not know."""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    return _BY_NAME.get(_family(name))
+    """The table's entry for a concrete name, family members included; None for an unknown name."""
+    return _BY_NAME.get(name) or _BY_NAME.get(_family(name))
 
 
 def describe_figure(name: str) -> Metric | None:
-    """The table's entry for a metric of the evaluation, family members included; None for an unknown name."""
+    """`describe` for a metric of the evaluation."""
     return _FIGURES.get(name) or _FIGURES.get(_family(name))
 
 
@@ -338,7 +333,7 @@ def figure_text(name: str, value: float) -> str:
 def column_of(name: str) -> str:
     """The column of the evaluation samples that a metric is the mean of. A function's scores have the name of their mean."""
     found = describe_figure(name)
-    return found.column if found is not None and found.column else name
+    return (found and found.column) or name
 
 
 def _family(name: str) -> str:
@@ -357,7 +352,7 @@ class Plot:
     overview: bool = False
     """Whether the overview of all stages shows it."""
     imitation: str = ""
-    """Its title in the overview where no stage has rewards, as with demonstrations; empty: it is not shown there."""
+    """Title in an overview of stages without rewards; empty: not shown there."""
 
 
 PLOTS: tuple[Plot, ...] = (

@@ -1,31 +1,28 @@
 """A file with at least one planted fault for every rule: exactly those rows are quarantined, with line and reason."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.rules import BY_NAME, RULES
 from schemas.errors import ConfigError
 
 TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
 
 
-def ask(question: str, answer: object = "1") -> dict[str, Any]:
+def ask(question, answer="1"):
     return {"question": question, "answer": answer}
 
 
-def chat(*turns: tuple[str, str], answer: object = "1") -> dict[str, Any]:
+def chat(*turns, answer="1"):
     return {"prompt": [{"role": role, "content": content} for role, content in turns], "answer": answer}
 
 
 U, A, S = "user", "assistant", "system"
 HELD_OUT = [ask("What is 7 + 8?", "15"), ask("Where does “Anna” live?", "Rome")]
 
-PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
+PLANTED = [
     (set(), ask("What is 1 + 1?", "2")),
     ({"line_too_long"}, b'{"question": "' + b"x" * 5_000_000 + b'"}'),
     ({"encoding"}, b'{"question": "caf\xe9", "answer": "1"}'),
@@ -78,7 +75,7 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
 
 
 @pytest.fixture(scope="module")
-def strict(counter: TokenCounter) -> TokenCounter:
+def strict(counter):
     """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
@@ -86,8 +83,8 @@ def strict(counter: TokenCounter) -> TokenCounter:
 
 
 @pytest.fixture
-def planted(write: Callable[..., str], verdict_on: Callable[..., RowVerdict], strict: TokenCounter) -> Callable[..., RowVerdict]:
-    def judge_planted(**validation: Any) -> RowVerdict:
+def planted(write, verdict_on, strict):
+    def judge_planted(**validation):
         train = write(*(row for _, row in PLANTED))
         held = write(*HELD_OUT, name="held.jsonl")
         data = {"train": [{"path": train}], "eval": [{"path": held}], "duplicates": "quarantine"}
@@ -96,14 +93,14 @@ def planted(write: Callable[..., str], verdict_on: Callable[..., RowVerdict], st
     return judge_planted
 
 
-def found(verdict: RowVerdict) -> dict[int, set[str]]:
-    reasons: dict[int, set[str]] = {}
+def found(verdict):
+    reasons = {}
     for row in verdict.quarantine.iter_rows(named=True):
         reasons.setdefault(row["line"], set()).add(row["rule"])
     return reasons
 
 
-def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., RowVerdict]) -> None:
+def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted):
     verdict = planted()
     assert found(verdict) == {line: rules for line, (rules, _) in enumerate(PLANTED, 1) if rules}
     assert verdict.split("eval").height == len(HELD_OUT)
@@ -111,19 +108,19 @@ def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: 
     assert verdict.rows == verdict.num_quarantined + verdict.accepted.height
 
 
-def test_every_rule_of_the_table_is_planted_somewhere() -> None:
+def test_every_rule_of_the_table_is_planted_somewhere():
     # These need a CSV file, an answer pattern or a task column; other tests cover them.
     elsewhere = {"cell_count", "answer_pattern", "task_name"}
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
 
 
-def test_every_rule_has_its_own_name_meaning_and_fix() -> None:
+def test_every_rule_has_its_own_name_meaning_and_fix():
     for texts in ([rule.name for rule in RULES], [rule.meaning for rule in RULES]):
         assert len(set(texts)) == len(RULES)
     assert all(rule.fix for rule in RULES)
 
 
-def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., RowVerdict]) -> None:
+def test_quarantine_shows_what_was_found_and_what_it_means(planted):
     refused = planted().quarantine
     values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
     first, second = values["contradiction"].split(" | ")
@@ -142,19 +139,19 @@ def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[...
     assert refused["value"].str.len_chars().max() <= 400
 
 
-def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., RowVerdict]) -> None:
+def test_reasons_of_a_row_are_in_the_order_of_the_table(planted):
     last = planted().quarantine.filter(line=len(PLANTED))["rule"].to_list()
     assert last == ["last_not_user", "control_characters", "template_markers"]
 
 
-def test_rule_counts_add_up(planted: Callable[..., RowVerdict]) -> None:
+def test_rule_counts_add_up(planted):
     verdict = planted()
     assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
     assert sum(count.rows for count in verdict.rules) == verdict.quarantine.height
 
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES if rule.ignorable])
-def test_ignored_rule_refuses_nothing(planted: Callable[..., RowVerdict], rule: str) -> None:
+def test_ignored_rule_refuses_nothing(planted, rule):
     verdict = planted(ignore_rules=[rule])
     lines = [line for line, (rules, _) in enumerate(PLANTED, 1) if rules == {rule}]
     assert rule not in verdict.quarantine["rule"].to_list()
@@ -163,9 +160,7 @@ def test_ignored_rule_refuses_nothing(planted: Callable[..., RowVerdict], rule: 
     assert freed == set(lines) or rule == "leak_exact"
 
 
-def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
-    tmp_path: Any, verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(tmp_path, verdict_on):
     path = tmp_path / "rows.csv"
     path.write_text('question,answer\n"What\nis it?",so #### 5\nshort\nnone?,no mark\nempty?,\n')
     verdict = verdict_on({"train": [{"path": str(path)}], "answer_pattern": "#### (.+)"})
@@ -174,22 +169,18 @@ def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
 
 
 @pytest.mark.parametrize(("name", "expected"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
-def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest_name(
-    planted: Callable[..., RowVerdict], name: str, expected: str
-) -> None:
+def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest_name(planted, name, expected):
     with pytest.raises(ConfigError, match="no such rule") as caught:
         planted(ignore_rules=[name])
     assert expected in caught.value.fix
 
 
-def test_required_rule_cannot_be_ignored(planted: Callable[..., RowVerdict]) -> None:
+def test_required_rule_cannot_be_ignored(planted):
     with pytest.raises(ConfigError, match="answer_missing cannot be ignored"):
         planted(ignore_rules=["answer_missing"])
 
 
-def test_copies_are_found_before_our_own_split_separates_them(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_copies_are_found_before_our_own_split_separates_them(write, verdict_on):
     rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
     data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.5}
     counts = {
@@ -203,7 +194,7 @@ def test_copies_are_found_before_our_own_split_separates_them(
         assert verdict.dropped.height == (40 if mode == "drop" else 0)
 
 
-def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
+def test_operators_and_decimals_are_not_punctuation(write, verdict_on):
     held = write(ask("What is 6 - 3?", "3"), ask("What is 1.5 x 2?", "3"), name="held.jsonl")
     train = write(
         ask("What is 6 / 3?", "2"), ask("What is 6 * 3?", "18"), ask("What is 15 x 2?", "30"), ask("What is 6 -3?", "3")
@@ -211,21 +202,19 @@ def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], v
     assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {}
 
 
-def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
+def test_system_message_hides_no_leak(write, verdict_on):
     held = write(chat((S, "be kind"), (U, "same?")), name="held.jsonl")
     train = write(chat((S, "be strict"), (U, "same?")), chat((U, "other?")))
     assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {1: {"leak_exact"}}
 
 
-def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
+def test_refused_held_out_row_leaks_nothing(write, verdict_on):
     held = write(ask("same?", None), ask("other?"), name="held.jsonl")
     verdict = verdict_on({"train": [{"path": write(ask("same?"))}], "eval": [{"path": held}]})
     assert verdict.quarantine.select("split", "line", "rule").rows() == [("eval", 1, "answer_missing")]
 
 
-def test_verdict_does_not_depend_on_the_size_of_the_slices(
-    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., RowVerdict]
-) -> None:
+def test_verdict_does_not_depend_on_the_size_of_the_slices(monkeypatch, planted):
     one_slice = planted()
     monkeypatch.setattr("grpo_tasks.data.judge._SLICE_ROWS", 3)
     sliced = planted()

@@ -1,15 +1,12 @@
 """From raw rows to prompt, normalised ground truth and prompt_id."""
 
-from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
 
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.normalise import check_patterns, normalise_column, prompt_id_column
 from grpo_tasks.data.table import prompt_id
 from schemas.config.data import DataConfig, DataSource
@@ -64,21 +61,21 @@ UNTOUCHED = [
 ]
 
 
-def normalised(text: str) -> str:
+def normalised(text):
     return pl.DataFrame({"answer": [text]}).select(normalise_column(pl.col("answer"))).item()
 
 
 @pytest.mark.parametrize(("text", "expected"), NORMALISED.items())
-def test_number_is_normalised(text: str, expected: str) -> None:
+def test_number_is_normalised(text, expected):
     assert normalised(text) == expected
 
 
 @pytest.mark.parametrize("text", UNTOUCHED)
-def test_text_that_is_not_a_number_is_unchanged(text: str) -> None:
+def test_text_that_is_not_a_number_is_unchanged(text):
     assert normalised(text) == text
 
 
-def test_text_loses_only_surrounding_whitespace_and_invisible_characters() -> None:
+def test_text_loses_only_surrounding_whitespace_and_invisible_characters():
     assert normalised("\ufeff Chloe\u00a0is a\u200b saint.\n") == "Chloe is a saint."
 
 
@@ -91,17 +88,17 @@ answers = st.one_of(
 
 
 @given(answers)
-def test_normalising_twice_changes_nothing(text: str) -> None:
+def test_normalising_twice_changes_nothing(text):
     once = normalised(text)
     assert normalised(once) == once
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=2))
-def test_numeric_value_is_kept(number: object) -> None:
+def test_numeric_value_is_kept(number):
     assert float(normalised(str(number))) == float(str(number))
 
 
-def test_a_megabyte_of_digits_is_left_unchanged() -> None:
+def test_a_megabyte_of_digits_is_left_unchanged():
     text = "0." + "0" * 1_000_000 + "1"
     assert normalised(text) == text
 
@@ -111,7 +108,7 @@ messages = st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text
 
 
 @given(st.lists(st.tuples(messages, st.none() | st.text(), several, st.sampled_from(["", "math"])), max_size=5), st.booleans())
-def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[Any, ...]], needed: bool) -> None:
+def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows, needed):
     schema = {"prompt": MESSAGES, "answer": pl.String, "answers": pl.List(pl.String), "task": pl.String}
     table = pl.DataFrame(rows, schema=schema, orient="row").with_columns(needs_answer=pl.lit(needed))
     expected = [
@@ -121,7 +118,7 @@ def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[Any
     assert prompt_id_column(table).to_list() == expected
 
 
-def test_prompt_id_has_not_changed() -> None:
+def test_prompt_id_has_not_changed():
     # If it changes, every row may change its split, and recorded runs no longer match their rows.
     chat = [{"role": "user", "content": "What is 15 + 27?"}]
     assert prompt_id(chat, "42") == "eab2802808b2e297"
@@ -129,13 +126,13 @@ def test_prompt_id_has_not_changed() -> None:
     assert prompt_id(chat, None) == sha256(without).hexdigest()[:16]
 
 
-def test_prompt_id_ignores_key_order_and_other_keys() -> None:
+def test_prompt_id_ignores_key_order_and_other_keys():
     chat = [{"content": "q", "role": "user"}]
     assert prompt_id(chat, "1") == prompt_id([{"role": "user", "content": "q"}], "1")
 
 
 @pytest.mark.parametrize("pattern", ["####", "(", "(?=x)(y)", r"(a)\1"])
-def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) -> None:
+def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern):
     with pytest.raises(ConfigError, match="pattern") as caught:
         check_patterns(DataConfig(train=[DataSource(path="rows.jsonl")], answer_pattern=pattern))
     assert "####" in caught.value.fix
@@ -152,16 +149,12 @@ def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) 
         (r"(?m)^(\d+) (?:apples|pears)$", "3 apples\n4 pears", "4"),
     ],
 )
-def test_last_match_of_the_pattern_is_the_ground_truth(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict], pattern: str, answer: str, truth: str
-) -> None:
+def test_last_match_of_the_pattern_is_the_ground_truth(write, verdict_on, pattern, answer, truth):
     data = {"train": [{"path": write({"question": "q", "answer": answer})}], "answer_pattern": pattern}
     assert verdict_on(data).accepted["answer"].to_list() == [truth]
 
 
-def test_system_prompt_is_added_to_every_chat_without_one(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_system_prompt_is_added_to_every_chat_without_one(write, verdict_on):
     own = {"role": "system", "content": "own"}
     rows = [
         {"question": "bare", "answer": "1"},

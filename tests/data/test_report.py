@@ -1,12 +1,8 @@
 """The verdict on disk: tables, report, and the error that stops a run."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import polars as pl
 import pytest
 
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.data.validation import Origin, enforce, report_data, stop_warnings
@@ -21,17 +17,17 @@ BAD = [{"question": "evil | `value`\n# heading <b>", "answer": None}, {"question
 
 
 @pytest.fixture
-def verdict(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> RowVerdict:
+def verdict(write, verdict_on):
     return verdict_on({"train": [{"path": write(*ROWS, *BAD)}], "eval_fraction": 0.3, "system_prompt": "be short"})
 
 
-def report(verdict: RowVerdict, directory: Path) -> DataReport:
+def report(verdict, directory):
     directory.mkdir(exist_ok=True)
     source = SourceFile(path="rows.jsonl", split="train", rows=62, sha256="0" * 64)
     return report_data(verdict, Origin("key", directory, 1.5, [source]))
 
 
-def test_tables_hold_every_row_once(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_tables_hold_every_row_once(verdict, tmp_path):
     made = report(verdict, tmp_path)
     train, held = Prompts.validate(pl.read_parquet(made.train)), Prompts.validate(pl.read_parquet(made.eval))
     refused = Quarantine.validate(pl.read_parquet(made.directory / "quarantine.parquet"))
@@ -41,13 +37,13 @@ def test_tables_hold_every_row_once(verdict: RowVerdict, tmp_path: Path) -> None
     assert made.train_rows + made.eval_rows == 60
 
 
-def test_a_stop_string_that_occurs_in_prompts_gives_a_warning(verdict: RowVerdict) -> None:
+def test_a_stop_string_that_occurs_in_prompts_gives_a_warning(verdict):
     [warning] = stop_warnings(verdict, RolloutConfig(stop=["</answer>", "+ 0?"]))
     assert warning.startswith("60 prompts contain the stop string '+ 0?'")
     assert stop_warnings(verdict, RolloutConfig(stop=["be short", "What is 7 +"]))[1].startswith("1 prompts")
 
 
-def test_prompt_rows_come_back_as_they_were_accepted(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_prompt_rows_come_back_as_they_were_accepted(verdict, tmp_path):
     rows = read_prompts(report(verdict, tmp_path).train)
     assert [row.line for row in rows] == verdict.split("train")["line"].to_list()
     for row in rows:
@@ -57,7 +53,7 @@ def test_prompt_rows_come_back_as_they_were_accepted(verdict: RowVerdict, tmp_pa
         assert row.prompt_tokens > 10
 
 
-def test_limited_rows_are_the_first_by_hash_in_any_order(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_limited_rows_are_the_first_by_hash_in_any_order(verdict, tmp_path):
     path = report(verdict, tmp_path).train
     chosen = [row.prompt_id for row in read_prompts(path, limit=5)]
     assert chosen == sorted(row.prompt_id for row in read_prompts(path))[:5]
@@ -65,10 +61,8 @@ def test_limited_rows_are_the_first_by_hash_in_any_order(verdict: RowVerdict, tm
     assert [row.prompt_id for row in read_prompts(path, limit=5)] == chosen
 
 
-def test_digest_follows_the_accepted_rows_only(
-    verdict: RowVerdict, tmp_path: Path, write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
-    def digest(*rows: object) -> str:
+def test_digest_follows_the_accepted_rows_only(verdict, tmp_path, write, verdict_on):
+    def digest(*rows):
         data = {"train": [{"path": write(*rows, name="other.jsonl")}], "eval_fraction": 0.3, "system_prompt": "be short"}
         return report(verdict_on(data), tmp_path / "other").digest
 
@@ -78,7 +72,7 @@ def test_digest_follows_the_accepted_rows_only(
     assert digest(*ROWS[:-1], {**ROWS[-1], "level": 7}) != first
 
 
-def test_report_names_sources_rules_first_rows_and_lengths(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_report_names_sources_rules_first_rows_and_lengths(verdict, tmp_path):
     made = report(verdict, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "62 rows read: **2 quarantined** (3.23%)" in text
@@ -89,9 +83,7 @@ def test_report_names_sources_rules_first_rows_and_lengths(verdict: RowVerdict, 
     assert f"| {made.prompt_tokens.mean:.1f} |" in text
 
 
-def test_hostile_value_breaks_neither_table_nor_page(
-    tmp_path: Path, write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_hostile_value_breaks_neither_table_nor_page(tmp_path, write, verdict_on):
     hostile = {"question": "q", "answer": "<answer>|`\n\n# heading\n<script>"}
     verdict = verdict_on({"train": [{"path": write(*ROWS, hostile)}]})
     report(verdict, tmp_path)
@@ -99,13 +91,13 @@ def test_hostile_value_breaks_neither_table_nor_page(
     assert line.endswith("| `<answer>\\|' # heading <script>` |")
 
 
-def test_report_survives_as_json(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_report_survives_as_json(verdict, tmp_path):
     made = report(verdict, tmp_path)
     made.save(tmp_path / "result.json")
     assert DataReport.load(tmp_path / "result.json") == made
 
 
-def test_too_many_quarantined_rows_stop_the_run_with_rules_and_first_rows(verdict: RowVerdict) -> None:
+def test_too_many_quarantined_rows_stop_the_run_with_rules_and_first_rows(verdict):
     with pytest.raises(DataError, match="2 of 62 rows are quarantined") as caught:
         enforce(verdict, ValidationConfig(max_invalid_fraction=0.01))
     assert "answer_missing" in caught.value.message
@@ -114,20 +106,18 @@ def test_too_many_quarantined_rows_stop_the_run_with_rules_and_first_rows(verdic
     assert "max_invalid_fraction" in caught.value.fix
 
 
-def test_allowed_share_of_quarantined_rows_stops_nothing(verdict: RowVerdict) -> None:
+def test_allowed_share_of_quarantined_rows_stops_nothing(verdict):
     enforce(verdict, ValidationConfig(max_invalid_fraction=0.05))
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_too_few_accepted_rows_stop_the_run(verdict: RowVerdict, split: str) -> None:
+def test_too_few_accepted_rows_stop_the_run(verdict, split):
     settings = {"max_invalid_fraction": 1.0, f"min_{split}_rows": 61}
     with pytest.raises(DataError, match=f"the {split} split has"):
         enforce(verdict, ValidationConfig.model_validate(settings))
 
 
-def test_file_of_nothing_but_bad_rows_is_reported_and_refused(
-    tmp_path: Path, write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_file_of_nothing_but_bad_rows_is_reported_and_refused(tmp_path, write, verdict_on):
     verdict = verdict_on({"train": [{"path": write(*BAD)}]})
     made = report(verdict, tmp_path)
     assert (made.train_rows, made.eval_rows, made.quarantined) == (0, 0, 2)
@@ -135,7 +125,7 @@ def test_file_of_nothing_but_bad_rows_is_reported_and_refused(
         enforce(verdict, ValidationConfig())
 
 
-def test_report_names_the_fix_of_each_broken_rule(verdict: RowVerdict, tmp_path: Path) -> None:
+def test_report_names_the_fix_of_each_broken_rule(verdict, tmp_path):
     report(verdict, tmp_path)
     text = (tmp_path / "report.md").read_text()
     for rule in ("answer_missing", "content_empty"):

@@ -1,9 +1,7 @@
 """Reading never refuses a row and never loses a line number; only a file as a whole can be an error."""
 
 import json
-from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -19,7 +17,7 @@ from schemas.tables import Raw
 GOOD = {"question": "What is 1 + 1?", "answer": "2"}
 
 
-def load(directory: Path, path: str, **settings: object) -> pl.DataFrame:
+def load(directory, path, **settings):
     source = {"path": path, **{key: settings.pop(key) for key in ("format", "max_rows", "split") if key in settings}}
     loaded = load_sources(DataConfig.model_validate({"train": [source], **settings}), directory=directory)
     rows = pl.read_parquet(loaded.path)
@@ -27,11 +25,11 @@ def load(directory: Path, path: str, **settings: object) -> pl.DataFrame:
     return Raw.validate(rows)
 
 
-def faults(rows: pl.DataFrame) -> dict[int, list[str]]:
+def faults(rows):
     return {line: [fault["rule"] for fault in found or []] for line, found in rows.select("line", "faults").iter_rows()}
 
 
-def test_jsonl_row_keeps_line_and_other_columns(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_jsonl_row_keeps_line_and_other_columns(tmp_path, write):
     rows = load(tmp_path, write(GOOD, b"", {**GOOD, "level": 3, "tags": ["a"]}))
     assert rows["line"].to_list() == [1, 3]
     assert rows["question"].to_list() == ["What is 1 + 1?"] * 2
@@ -39,7 +37,7 @@ def test_jsonl_row_keeps_line_and_other_columns(tmp_path: Path, write: Callable[
     assert rows["split"].to_list() == ["train", "train"]
 
 
-def test_chat_prompt_takes_precedence_over_question(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_chat_prompt_takes_precedence_over_question(tmp_path, write):
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     rows = load(tmp_path, write({**GOOD, "prompt": prompt}))
     assert rows["messages"].to_list() == [prompt]
@@ -77,40 +75,40 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("line", "rule"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_line_is_a_faulty_row_among_good_ones(tmp_path: Path, write: Callable[..., str], line: bytes, rule: str) -> None:
+def test_a_broken_line_is_a_faulty_row_among_good_ones(tmp_path, write, line, rule):
     rows = load(tmp_path, write(GOOD, line, GOOD))
     assert faults(rows) == {1: [], 2: [rule], 3: []}
     assert rows["question"][2] == "What is 1 + 1?"
 
 
-def test_text_that_looks_like_a_duplicate_key_is_accepted(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_text_that_looks_like_a_duplicate_key_is_accepted(tmp_path, write):
     rows = load(tmp_path, write({"question": '"answer": "answer" : x', "answer": "1", "x": [{"a": 1}, {"a": 2}]}))
     assert faults(rows) == {1: []}
 
 
-def test_null_in_an_extra_message_key_means_absent(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_null_in_an_extra_message_key_means_absent(tmp_path, write):
     rows = load(tmp_path, write({"prompt": [{"role": "user", "content": "q", "name": None}], "answer": "1"}))
     assert faults(rows) == {1: []}
 
 
-def test_numbers_come_through_exactly(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_numbers_come_through_exactly(tmp_path, write):
     lines = [f'{{"question": "q", "answer": {number}}}'.encode() for number in ("51.0", "3", "1e22", str(2**80), "-0.1")]
     assert load(tmp_path, write(*lines))["answer"].to_list() == ["51.0", "3", "1" + "0" * 22, str(2**80), "-0.1"]
 
 
-def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"question": "q", "answer": "1"}\r\n' * 2)
     assert faults(load(tmp_path, str(path))) == {1: [], 2: []}
 
 
-def test_json_array_is_read_by_position(tmp_path: Path) -> None:
+def test_json_array_is_read_by_position(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([GOOD, 3, GOOD], indent=1))
     assert faults(load(tmp_path, str(path))) == {1: [], 2: ["not_an_object"], 3: []}
 
 
-def test_csv_rows_keep_their_first_line_despite_line_breaks(tmp_path: Path) -> None:
+def test_csv_rows_keep_their_first_line_despite_line_breaks(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('\ufeffquestion,answer,note\n"two\nlines, ""quoted""",1,\nq,2,x\n', newline="")
     rows = load(tmp_path, str(path))
@@ -118,7 +116,7 @@ def test_csv_rows_keep_their_first_line_despite_line_breaks(tmp_path: Path) -> N
     assert json.loads(rows["extra"][1]) == {"note": "x"}
 
 
-def test_broken_csv_lines_are_rows_with_faults(tmp_path: Path) -> None:
+def test_broken_csv_lines_are_rows_with_faults(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b'question,answer\nq,1\nq\nq,1,2\ncaf\xe9,1\n"q"x,1\n,5\ncaf\xc3\xa9,3\n')
     found = faults(load(tmp_path, str(path)))
@@ -133,7 +131,7 @@ def test_broken_csv_lines_are_rows_with_faults(tmp_path: Path) -> None:
     }
 
 
-def test_chat_prompt_in_a_csv_cell_is_read_as_json(tmp_path: Path) -> None:
+def test_chat_prompt_in_a_csv_cell_is_read_as_json(tmp_path):
     path = tmp_path / "rows.csv"
     pl.DataFrame({"prompt": ['[{"role": "user", "content": "q"}]', "[{"], "answer": [1, 2]}).write_csv(path)
     rows = load(tmp_path, str(path))
@@ -141,7 +139,7 @@ def test_chat_prompt_in_a_csv_cell_is_read_as_json(tmp_path: Path) -> None:
     assert faults(rows) == {2: [], 3: ["prompt_not_list"]}
 
 
-def test_parquet_rows_are_numbered_from_one(tmp_path: Path) -> None:
+def test_parquet_rows_are_numbered_from_one(tmp_path):
     path = tmp_path / "rows.parquet"
     frame = pl.DataFrame({"prompt": [[{"content": "q", "role": "user"}], None], "answer": [51.0, 2.5], "level": [1, None]})
     frame.write_parquet(path)
@@ -153,7 +151,7 @@ def test_parquet_rows_are_numbered_from_one(tmp_path: Path) -> None:
     assert rows["answer"].to_list() == ["51.0", "2.5"]
 
 
-def test_hub_layout_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_layout_is_read_through_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
@@ -163,11 +161,11 @@ def test_hub_layout_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest
     assert rows.select("line", "question", "extra").rows() == [(1, "What is 1 + 1?", '{"n":0}'), (2, "What is 1 + 1?", '{"n":1}')]
 
 
-def test_max_rows_takes_the_first(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_max_rows_takes_the_first(tmp_path, write):
     assert load(tmp_path, write(GOOD, GOOD, GOOD), max_rows=2)["line"].to_list() == [1, 2]
 
 
-UNREADABLE: dict[str, tuple[str, bytes, str]] = {
+UNREADABLE = {
     "empty": ("rows.jsonl", b"", "empty"),
     "blank": ("rows.jsonl", b"\n \n", "no rows"),
     "broken UTF-16": ("rows.csv", b"\xff\xfeq\0,\0a\0\n", "not utf-16 text"),
@@ -184,9 +182,7 @@ UNREADABLE: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize(("name", "content", "message"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         load(tmp_path, str(tmp_path / name))
@@ -197,7 +193,7 @@ def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 10**6), content=st.binary(min_size=1, max_size=40), cut=st.booleans())
-def test_damage_in_a_parquet_file_raises_no_other_error(tmp_path: Path, position: int, content: bytes, cut: bool) -> None:
+def test_damage_in_a_parquet_file_raises_no_other_error(tmp_path, position, content, cut):
     path = tmp_path / "rows.parquet"
     pl.DataFrame([{**GOOD, "day": date(2020, 1, 1), "tags": ["é"]}] * 30).write_parquet(path, compression="uncompressed")
     intact = path.read_bytes()
@@ -213,7 +209,7 @@ def test_damage_in_a_parquet_file_raises_no_other_error(tmp_path: Path, position
     assert error is None or (str(path) in error.place and error.fix)
 
 
-def test_open_quote_is_reported_with_the_line_it_opens_on(tmp_path: Path) -> None:
+def test_open_quote_is_reported_with_the_line_it_opens_on(tmp_path):
     (tmp_path / "rows.csv").write_text('question,answer\nq,1\n"q,2\nq,3\n')
     with pytest.raises(DataError) as caught:
         load(tmp_path, str(tmp_path / "rows.csv"))
@@ -227,22 +223,20 @@ def test_open_quote_is_reported_with_the_line_it_opens_on(tmp_path: Path) -> Non
         ({"input": "q", "target": "1"}, "data.question_column to one of them"),
     ],
 )
-def test_missing_column_is_an_error_with_the_nearest_name(
-    tmp_path: Path, write: Callable[..., str], row: dict[str, str], fix: str
-) -> None:
+def test_missing_column_is_an_error_with_the_nearest_name(tmp_path, write, row, fix):
     with pytest.raises(DataError, match="the columns are") as caught:
         load(tmp_path, write(row))
     assert fix in caught.value.fix
 
 
-def test_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_missing_file_is_an_error_with_the_nearest_name(tmp_path, write):
     write(GOOD, name="train.jsonl")
     with pytest.raises(DataError, match="no such file") as caught:
         load(tmp_path, str(tmp_path / "trian.jsonl"))
     assert "train.jsonl" in caught.value.fix
 
 
-def test_long_line_is_not_kept_in_memory(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_long_line_is_not_kept_in_memory(tmp_path, write):
     rows = load(tmp_path, write(b"x" * (3 * MAX_LINE_BYTES), GOOD))
     assert faults(rows) == {1: ["line_too_long"], 2: []}
 
@@ -261,7 +255,7 @@ lines = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(lines, max_size=8))
-def test_every_line_that_is_not_blank_becomes_a_row_whatever_it_contains(tmp_path: Path, content: list[bytes]) -> None:
+def test_every_line_that_is_not_blank_becomes_a_row_whatever_it_contains(tmp_path, content):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *content]))
     rows = load(tmp_path, str(path))
@@ -275,10 +269,10 @@ texts = st.text(st.sampled_from('a:"\\{} '), max_size=4)
 
 
 @st.composite
-def objects(draw: st.DrawFn, depth: int = 2) -> str:
+def objects(draw, depth=2):
     """JSON that no library would write: duplicate or escaped keys, unusual whitespace."""
 
-    def value() -> str:
+    def value():
         kind = draw(st.integers(0, 3 if depth else 1))
         if kind > 1:
             return draw(objects(depth - 1)) if kind == 2 else "[" + draw(objects(depth - 1)) + "]"
@@ -293,10 +287,10 @@ def objects(draw: st.DrawFn, depth: int = 2) -> str:
 
 
 @given(text=objects())
-def test_duplicate_keys_are_found_at_any_depth_and_in_any_spelling(text: str) -> None:
+def test_duplicate_keys_are_found_at_any_depth_and_in_any_spelling(text):
     duplicates = []
 
-    def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def note(pairs):
         duplicates.append(len({key for key, _ in pairs}) < len(pairs))
         return dict(pairs)
 

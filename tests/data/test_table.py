@@ -1,7 +1,5 @@
 """A table that was damaged after a step wrote it is an error that names the file."""
 
-from pathlib import Path
-
 import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +12,7 @@ ROWS = pl.DataFrame({"prompt": [[{"role": "user", "content": "é" * 9}]] * 30, "
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"\0" * 999, b"PAR1" + b"\xff" * 999 + b"PAR1"])
-def test_a_damaged_table_is_an_error_with_its_path_and_a_fix(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_table_is_an_error_with_its_path_and_a_fix(tmp_path, content):
     path = tmp_path / "train.parquet"
     path.write_bytes(content)
     for read in (read_table, read_prompts):
@@ -24,7 +22,7 @@ def test_a_damaged_table_is_an_error_with_its_path_and_a_fix(tmp_path: Path, con
         assert "again" in caught.value.fix
 
 
-def test_a_missing_table_is_an_error_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_table_is_an_error_with_its_path(tmp_path):
     with pytest.raises(DamagedError) as caught:
         read_table(tmp_path / "train.parquet")
     assert caught.value.place == str(tmp_path / "train.parquet")
@@ -32,7 +30,7 @@ def test_a_missing_table_is_an_error_with_its_path(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 10**6), content=st.binary(min_size=1, max_size=40), cut=st.booleans())
-def test_damage_at_any_position_raises_no_other_error(tmp_path: Path, position: int, content: bytes, cut: bool) -> None:
+def test_damage_at_any_position_raises_no_other_error(tmp_path, position, content, cut):
     path = tmp_path / "train.parquet"
     ROWS.write_parquet(path, compression="uncompressed")
     intact = path.read_bytes()

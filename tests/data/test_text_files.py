@@ -2,26 +2,22 @@
 
 import csv
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import polars as pl
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.validation import Origin, report_data
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
-from schemas.results.data import SourceFile
 
 DELIMITERS = (",", ";", "\t", "|")
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "cp1252")
 
 
-def read(path: Path, **source: object) -> tuple[list[tuple[str, str, dict[str, str]]], SourceFile]:
+def read(path, **source):
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     loaded = load_sources(DataConfig.model_validate({"train": [{"path": str(path), **source}]}), directory=out)
@@ -36,9 +32,7 @@ cells = st.text(st.characters(codec="cp1252", exclude_characters="\x00\r"), min_
 @given(
     rows=st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=5), delimiter=st.sampled_from(DELIMITERS), data=st.data()
 )
-def test_csv_in_any_delimiter_and_encoding_reads_back_the_same(
-    tmp_path: Path, rows: list[tuple[str, str, str]], delimiter: str, data: st.DataObject
-) -> None:
+def test_csv_in_any_delimiter_and_encoding_reads_back_the_same(tmp_path, rows, delimiter, data):
     encoding = data.draw(st.sampled_from(ENCODINGS))
     path = tmp_path / "rows.csv"
     with path.open("w", encoding=encoding, newline="") as file:
@@ -53,23 +47,23 @@ def test_csv_in_any_delimiter_and_encoding_reads_back_the_same(
     assert read(path, encoding=encoding, delimiter=delimiter)[0] == found
 
 
-def _has_utf8(raw: bytes) -> bool:
+def _has_utf8(raw):
     return any(not char.isascii() and char != "\ufffd" for char in raw.decode(errors="replace"))
 
 
-def test_tsv_is_read_by_its_suffix(tmp_path: Path) -> None:
+def test_tsv_is_read_by_its_suffix(tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_text("question\tanswer\nWhat, then?\t4\n")
     assert read(path)[0] == [("What, then?", "4", {})]
 
 
-def test_delimiter_is_the_one_by_which_the_header_has_the_configured_columns(tmp_path: Path) -> None:
+def test_delimiter_is_the_one_by_which_the_header_has_the_configured_columns(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("question,answer,a;b;c;d\nq,1,x\n")
     assert read(path)[0] == [("q", "1", {"a;b;c;d": "x"})]
 
 
-def test_configured_encoding_that_does_not_fit_is_an_error_with_the_fix(tmp_path: Path) -> None:
+def test_configured_encoding_that_does_not_fit_is_an_error_with_the_fix(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes("question,answer\ncafé,1\n".encode("cp1252"))
     with pytest.raises(DataError, match="not ascii text") as caught:
@@ -78,7 +72,7 @@ def test_configured_encoding_that_does_not_fit_is_an_error_with_the_fix(tmp_path
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "cp1252"])
-def test_jsonl_in_another_encoding_keeps_its_lines(tmp_path: Path, encoding: str) -> None:
+def test_jsonl_in_another_encoding_keeps_its_lines(tmp_path, encoding):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"question": "café", "answer": "1"}\n\n{"question": "où", "answer": "2"}\n'.encode(encoding))
     loaded, source = read(path, **({} if encoding == "utf-16" else {"encoding": encoding}))
@@ -87,7 +81,7 @@ def test_jsonl_in_another_encoding_keeps_its_lines(tmp_path: Path, encoding: str
     assert pl.read_parquet(tmp_path / "out" / "rows.parquet")["line"].to_list() == [1, 3]
 
 
-def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path: Path, verdict_on: Callable[..., RowVerdict]) -> None:
+def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path, verdict_on):
     table, array = tmp_path / "rows.csv", tmp_path / "rows.json"
     table.write_bytes("question;answer\nVoilà?;1\n".encode("cp1252"))
     array.write_text(json.dumps([{"question": "one", "answer": "1"}, {"question": "two", "answer": None}], indent=1))

@@ -1,7 +1,5 @@
 """The section `data`: forms of prompts, tasks, templates and what a source may say about its file."""
 
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +10,7 @@ SOURCE = {"path": "rows.jsonl"}
 STAGE = {"name": "one", "rewards": ["format", "length"]}
 
 
-def test_reward_functions_of_a_task_are_all_unless_it_names_some() -> None:
+def test_reward_functions_of_a_task_are_all_unless_it_names_some():
     tasks = {"math": {"rewards": ["correctness"]}, "style": {"weight": 2.0}}
     data = DataConfig.model_validate({"train": [{**SOURCE, "task": "math"}], "tasks": tasks})
     assert data.rewards_of("math") == {"correctness"}
@@ -36,12 +34,12 @@ def test_reward_functions_of_a_task_are_all_unless_it_names_some() -> None:
         ({"train": [{**SOURCE, "encoding": "klingon"}]}, "no encoding is called klingon"),
     ],
 )
-def test_impossible_setting_is_refused_with_the_fix(section: dict[str, Any], message: str) -> None:
+def test_impossible_setting_is_refused_with_the_fix(section, message):
     with pytest.raises(ValidationError, match=message):
         DataConfig.model_validate({"train": [SOURCE], **section})
 
 
-def test_a_task_names_rewards_of_stages_and_one_in_each() -> None:
+def test_a_task_names_rewards_of_stages_and_one_in_each():
     data = {"train": [SOURCE], "task_column": "task"}
     for rewards, message in (
         (["style"], "which no stage uses; fix: one of format, length"),
@@ -51,10 +49,10 @@ def test_a_task_names_rewards_of_stages_and_one_in_each() -> None:
             RunConfig.model_validate({"data": {**data, "tasks": {"a": {"rewards": rewards}}}, "stages": [STAGE]})
 
 
-def test_template_names_its_columns_and_doubled_braces_are_text() -> None:
+def test_template_names_its_columns_and_doubled_braces_are_text():
     assert template_columns("{Body} {{x}} {Question 2}") == ["Body", "Question 2"]
 
 
 @pytest.mark.parametrize(("given", "mark"), [("\\t", "\t"), ("tab", "\t"), (";", ";")])
-def test_delimiter_is_a_character_or_its_name(given: str, mark: str) -> None:
+def test_delimiter_is_a_character_or_its_name(given, mark):
     assert DataConfig.model_validate({"train": [{**SOURCE, "delimiter": given}]}).train[0].delimiter == mark
