@@ -42,3 +42,14 @@ def verdict_on(tmp_path, counter):
         return judge(rows, config=config, counter=count, markers=count.special_tokens)
 
     return judge_sources
+
+
+@pytest.fixture
+def judged(write, verdict_on):
+    """The verdict on the rows of a file; keyword arguments are held-out rows, and settings of the section data."""
+
+    def judge_rows(*rows, held=(), **data):
+        held_out = {"eval": [{"path": write(*held, name="held.jsonl")}]} if held else {}
+        return verdict_on({"train": [{"path": write(*rows)}], **held_out, **data})
+
+    return judge_rows

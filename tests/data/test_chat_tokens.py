@@ -69,12 +69,7 @@ def test_any_text_is_rendered_and_counted_the_same_either_way(counter, texts, sy
     assert counter.count_column(column(chats)).to_list() == counter.count(chats)
 
 
-def test_template_that_inserts_text_unchanged_has_a_frame(counter):
-    assert counter.template.frame(None) is not None
-    assert with_template(counter, TEMPLATES["trims"]).template.frame(None) is None
-
-
-def test_many_different_system_messages_are_rendered_row_by_row(counter):
+def test_many_different_system_messages_are_rendered_like_one(counter):
     chats = [[{"role": "system", "content": f"you are {n}"}, {"role": "user", "content": "q"}] for n in range(40)]
     assert counter.template.render_column(column(chats)).to_list() == counter.template.render_all(chats)
 
@@ -82,6 +77,7 @@ def test_many_different_system_messages_are_rendered_row_by_row(counter):
 def test_refused_and_absent_chats_have_no_count(counter):
     counts = with_template(counter, TEMPLATES["refuses system"]).count_column(column([*SHAPES, None])).to_list()
     assert [count is None for count in counts] == [False, False, True, False, True]
+    assert counter.count_column(column([]), limit=5).to_list() == []
     with pytest.raises(ModelError, match="refuses"):
         with_template(counter, TEMPLATES["refuses system"]).count(SHAPES)
 
@@ -94,17 +90,6 @@ def test_upper_bound_is_never_below_the_count_and_hides_no_long_prompt(counter, 
     assert (bound >= exact).all()
     assert ((exact > limit) == (bound > limit)).all()
     assert ((bound == exact) | (bound <= limit)).all()
-
-
-def test_empty_column_is_counted(counter):
-    assert counter.count_column(column([]), limit=5).to_list() == []
-    assert counter.count_column(column([None])).to_list() == [None]
-
-
-def test_stop_strings_and_ids_of_the_tokenizer_pass(counter):
-    counter.check_stops(
-        RolloutConfig(stop=["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], stop_token_ids=[len(counter.tokenizer) - 1])
-    )
 
 
 def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path):
@@ -121,18 +106,17 @@ def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path):
         counter.check_stops(RolloutConfig(stop=["</answer>"]))
 
 
-def test_stop_token_id_beyond_the_vocabulary_is_refused(counter):
-    with pytest.raises(ConfigError, match=f"no token {len(counter.tokenizer)}"):
-        counter.check_stops(RolloutConfig(stop_token_ids=[len(counter.tokenizer)]))
+def test_only_stop_strings_and_ids_of_the_tokenizer_pass(counter):
+    stops, size = ["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], len(counter.tokenizer)
+    counter.check_stops(RolloutConfig(stop=stops, stop_token_ids=[size - 1]))
+    with pytest.raises(ConfigError, match=f"no token {size}"):
+        counter.check_stops(RolloutConfig(stop_token_ids=[size]))
 
 
-def test_folder_without_tokenizer_is_an_error(tmp_path):
+def test_a_folder_without_tokenizer_or_chat_template_is_an_error(tmp_path, counter):
     with pytest.raises(ModelError) as caught:
         load_counter(ModelConfig(path=str(tmp_path)))
     assert str(tmp_path) in caught.value.place
-
-
-def test_tokenizer_without_chat_template_is_an_error(tmp_path, counter):
     bare = copy.deepcopy(counter.tokenizer)
     bare.chat_template = None
     bare.save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from grpo_tasks.data.records import Columns, Record, read_row
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.data.validation import Origin, report_data, validate_rows
+from schemas.config.data import DataConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PLAIN
@@ -45,8 +46,8 @@ def validated(path, folder, **data):
 STRINGS = [{"prompt": f"Once upon a time {number}", "answer": "1"} for number in range(12)]
 
 
-def test_prompts_that_are_strings_are_plain_and_counted_as_trl_encodes_them(write, verdict_on, counter, tmp_path):
-    verdict = verdict_on({"train": [{"path": write(*STRINGS)}]})
+def test_prompts_that_are_strings_are_plain_and_counted_as_trl_encodes_them(judged, write, counter, tmp_path):
+    verdict = judged(*STRINGS)
     assert verdict.format == "standard"
     assert broken(verdict) == {}
     assert contents(verdict) == [[(PLAIN, row["prompt"])] for row in STRINGS]
@@ -59,69 +60,51 @@ def test_prompts_that_are_strings_are_plain_and_counted_as_trl_encodes_them(writ
     assert "standard format" in (tmp_path / "report.md").read_text()
 
 
-def test_plain_prompts_need_no_chat_template(counter, verdict_on, write):
+def test_plain_prompts_need_no_chat_template_and_have_an_upper_bound(counter, verdict_on, write):
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.chat_template = None
     assert verdict_on({"train": [{"path": write(*STRINGS)}]}, TokenCounter(tokenizer)).accepted.height == len(STRINGS)
-
-
-def test_upper_bound_of_plain_prompts_covers_what_the_tokenizer_adds(counter):
     prompts = pl.Series([[{"role": PLAIN, "content": "word " * 9}]])
     [exact], [bound] = counter.count_column(prompts), counter.count_column(prompts, limit=500)
     assert exact <= bound <= 500
 
 
-def test_conversational_asks_strings_as_user_messages(write, verdict_on):
-    data = {"train": [{"path": write(*STRINGS[:1])}], "format": "conversational", "system_prompt": "be brief"}
-    assert contents(verdict_on(data)) == [[("system", "be brief"), ("user", STRINGS[0]["prompt"])]]
+QUESTION = {"question": "Q: 1 + 1\nA:", "answer": "2"}
 
 
-def test_standard_takes_the_question_as_it_stands(write, verdict_on):
-    data = {"train": [{"path": write({"question": "Q: 1 + 1\nA:", "answer": "2"})}], "format": "standard"}
-    assert contents(verdict_on(data)) == [[(PLAIN, "Q: 1 + 1\nA:")]]
+def test_the_configured_form_decides_how_a_string_is_asked(judged):
+    asked = judged(STRINGS[0], format="conversational", system_prompt="be brief")
+    assert contents(asked) == [[("system", "be brief"), ("user", STRINGS[0]["prompt"])]]
+    assert contents(judged(QUESTION, format="standard")) == [[(PLAIN, QUESTION["question"])]]
+    with pytest.raises(DataError, match=r"no system message\s.*\s.*data.format: conversational"):
+        judged(*STRINGS, system_prompt="be brief")
+    with pytest.raises(DataError, match=r"chat messages, not strings\s.*\s.*remove data.format"):
+        judged({"prompt": [{"role": "user", "content": "q"}], "answer": "1"}, format="standard")
 
 
-@pytest.mark.parametrize(
-    ("rows", "data", "message", "fix"),
-    [
-        (STRINGS, {"system_prompt": "be brief"}, "no system message", "data.format: conversational"),
-        (
-            [{"prompt": [{"role": "user", "content": "q"}], "answer": "1"}],
-            {"format": "standard"},
-            "chat messages",
-            "remove data.format",
-        ),
-    ],
-)
-def test_form_that_does_not_fit_is_refused_with_the_fix(write, verdict_on, rows, data, message, fix):
-    with pytest.raises(DataError, match=message) as caught:
-        verdict_on({"train": [{"path": write(*rows)}], **data})
-    assert fix in caught.value.fix
-
-
-def test_rows_of_the_rarer_form_are_refused_by_a_rule(write, verdict_on):
+def test_rows_of_the_rarer_form_are_refused_by_a_rule(judged):
     chat = {"prompt": [{"role": "user", "content": "q"}], "answer": "1"}
-    assert broken(verdict_on({"train": [{"path": write(*STRINGS, chat)}]})) == {13: "mixed_forms"}
+    assert broken(judged(*STRINGS, chat)) == {13: "mixed_forms"}
     chats = [{**chat, "prompt": [{"role": "user", "content": f"q{number}"}]} for number in range(3)]
-    assert broken(verdict_on({"train": [{"path": write(*chats, STRINGS[0])}]})) == {4: "mixed_forms"}
+    assert broken(judged(*chats, STRINGS[0])) == {4: "mixed_forms"}
 
 
-def test_message_of_the_role_plain_stays_an_unknown_role(write, verdict_on):
+def test_message_of_the_role_plain_stays_an_unknown_role(judged):
     own = {"prompt": [{"role": PLAIN, "content": "q"}], "answer": "1"}
-    assert broken(verdict_on({"train": [{"path": write({"question": "q", "answer": "1"}, own)}]})) == {2: "unknown_role"}
+    assert broken(judged({"question": "q", "answer": "1"}, own)) == {2: "unknown_role"}
 
 
-def test_plain_prompts_may_hold_templates_but_not_be_empty(write, verdict_on):
+def test_plain_prompts_may_hold_templates_but_not_be_empty(judged):
     ready = {"prompt": "<|im_start|>user\nhi<|im_end|>\n", "answer": "1"}
     rows = [*STRINGS, ready, {"prompt": " ", "answer": "1"}, {"prompt": "[INST] x [/INST]", "answer": "1"}]
-    assert broken(verdict_on({"train": [{"path": write(*rows)}]})) == {14: "content_empty"}
+    assert broken(judged(*rows)) == {14: "content_empty"}
 
 
-def test_parts_of_a_message_that_are_all_text_are_joined(write, verdict_on):
+def test_parts_of_a_message_that_are_all_text_are_joined(judged):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?", "image": None}]
     image = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
     rows = [{"prompt": [{"role": "user", "content": one}], "answer": "2"} for one in (parts, image)]
-    verdict = verdict_on({"train": [{"path": write(*rows)}]})
+    verdict = judged(*rows)
     assert contents(verdict) == [[("user", "What is 1 + 1?")]]
     assert broken(verdict) == {2: "message_not_text"}
 
@@ -137,16 +120,10 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     assert verdict.accepted["answer"].to_list() == ["2", "3", "2"]
     asked = ("user", "1 + 1?")
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
-    source = load_sources_of(data, tmp_path)
+    [source] = load_sources(DataConfig.model_validate(data), directory=tmp_path).sources
     assert source.from_messages == 3
     report_data(verdict, Origin("k", tmp_path, 0, [source]))
     assert "3 prompts are the column `messages`, without" in (tmp_path / "report.md").read_text()
-
-
-def load_sources_of(data, folder):
-    from schemas.config.data import DataConfig
-
-    return load_sources(DataConfig.model_validate(data), directory=folder).sources[0]
 
 
 def test_columns_are_renamed_and_joined_by_a_template(write, verdict_on):
@@ -159,9 +136,9 @@ def test_columns_are_renamed_and_joined_by_a_template(write, verdict_on):
     assert contents(verdict_on({"train": [own]})) == [[("user", "How many?")]]
 
 
-def test_template_with_an_unknown_column_names_it(write, verdict_on):
+def test_template_with_an_unknown_column_names_it(judged):
     with pytest.raises(DataError, match="no row has a column Bodi; the columns are: Body, answer"):
-        verdict_on({"train": [{"path": write({"Body": "b", "answer": "1"})}], "question": "{Bodi}"})
+        judged({"Body": "b", "answer": "1"}, question="{Bodi}")
 
 
 def test_answers_of_every_kind_are_text(tmp_path, verdict_on):
@@ -173,25 +150,22 @@ def test_answers_of_every_kind_are_text(tmp_path, verdict_on):
         assert verdict_on({"train": [{"path": str(path)}]}).accepted["answer"].to_list() == [expected]
 
 
-def test_list_of_answers_has_all_of_them_normalised(write, verdict_on, tmp_path):
+def test_list_of_answers_has_all_of_them_normalised(judged):
     lists = [["NYC", "New York "], ["1,000", 1000.0, "10 hundred"], ["Bern"], [], "Rome", ["x <answer>", "y"]]
     rows = [{"question": f"q{number}", "answer": value} for number, value in enumerate(lists)]
-    verdict = verdict_on({"train": [{"path": write(*rows)}]})
+    verdict = judged(*rows)
     assert verdict.accepted["answer"].to_list() == ["NYC", "1000", "Bern", "Rome"]
     assert verdict.accepted["answers"].to_list() == [["NYC", "New York"], ["1000", "10 hundred"], None, None]
     assert broken(verdict) == {4: "answer_missing", 6: "answer_has_tags"}
-    pattern = verdict_on(
-        {"train": [{"path": write({"question": "q", "answer": ["#### a", "#### b"]})}], "answer_pattern": "#### (.+)"}
-    )
+    pattern = judged({"question": "q", "answer": ["#### a", "#### b"]}, answer_pattern="#### (.+)")
     assert pattern.accepted["answers"].to_list() == [["a", "b"]]
 
 
 BARE = [{"question": f"Write a line about {number}."} for number in range(20)]
 
 
-@pytest.mark.parametrize("settings", [{"answer_column": None}])
-def test_data_without_answers_validates_where_the_config_says_so(write, tmp_path, settings):
-    report, rows = validated(write(*BARE), tmp_path, **settings)
+def test_data_without_answers_validates_where_the_config_says_so(write, tmp_path):
+    report, rows = validated(write(*BARE), tmp_path, answer_column=None)
     assert (report.rows, report.quarantined) == (20, 0)
     assert {row.answer for row in rows} == {None}
     assert {row.truths for row in rows} == {()}
@@ -208,10 +182,6 @@ def test_missing_answer_column_is_refused_with_every_way_out(write, tmp_path):
     assert caught.value.fix.startswith("set data.answer_column: answers")
 
 
-def test_row_without_answer_among_rows_with_answers_stays_an_error(write, verdict_on):
-    assert broken(verdict_on({"train": [{"path": write(*STRINGS, {"prompt": "Once more"})}]})) == {13: "answer_missing"}
-
-
 @pytest.mark.parametrize("completion", [{"format": "none"}, {"format": "json"}])
 def test_completions_without_an_answer_may_have_any_ground_truths(write, tmp_path, completion):
     poems = [{"question": f"Write about {number}.", "answer": "a poem"} for number in range(20)]
@@ -223,12 +193,12 @@ def test_completions_without_an_answer_may_have_any_ground_truths(write, tmp_pat
         validated(write(*poems), tmp_path, completion={"equality": "numeric"})
 
 
-def test_tasks_have_their_own_needs_and_their_counts(write, verdict_on, tmp_path):
+def test_tasks_have_their_own_needs_and_their_counts(judged, write, tmp_path):
     math = [{"question": f"{number} + 1?", "answer": str(number + 1), "kind": "math"} for number in range(20)]
     style = [{**row, "kind": "style"} for row in BARE]
     rows = [*math, *style, {"question": "which?", "answer": "1"}, {"question": "what?", "answer": "1", "kind": "a/b"}]
     data = {"task_column": "kind", "tasks": {"style": {"answers": "optional"}}}
-    verdict = verdict_on({"train": [{"path": write(*rows)}], **data})
+    verdict = judged(*rows, **data)
     assert broken(verdict) == {41: "task_name", 42: "task_name"}
     assert verdict.accepted["task"].to_list() == ["math"] * 20 + ["style"] * 20
     report, _ = validated(write(*math, *style), tmp_path, **data)
@@ -250,10 +220,10 @@ def test_task_that_no_row_has_is_refused_with_the_nearest_name(write, tmp_path):
     assert caught.value.fix == "did you mean math?"
 
 
-def test_copy_of_a_refused_row_is_not_left_out_because_of_it(write, verdict_on):
+def test_copy_of_a_refused_row_is_not_left_out_because_of_it(judged):
     named = {"prompt": [{"role": "user", "content": "q", "name": "Bo"}], "answer": "1"}
     sound = {"prompt": [{"role": "user", "content": "q"}], "answer": "1"}
-    verdict = verdict_on({"train": [{"path": write(named, sound, sound)}]})
+    verdict = judged(named, sound, sound)
     assert verdict.accepted["line"].to_list() == [2]
     assert verdict.dropped.select("line", "value").rows()[0][0] == 3
 

@@ -19,60 +19,31 @@ NORMALISED = {
     "$1,234.50": "1234.5",
     "-$5": "-5",
     "$-5": "-5",
-    "51.0": "51",
     "51.00.": "51",
     "\u22127": "-7",
     "+3": "3",
     "\u00a042\u200b": "42",
     "1\u00a0000\u00a0000": "1000000",
-    "2,000,000": "2000000",
     ".50": "0.5",
     ".0": "0",
-    "-0": "0",
     "-0.00": "0",
     "100": "100",
     "12 €": "12",
-    "50%": "50%",
     "1,050.0%.": "1050%",
-    "10.": "10",
     "0\u00a0%": "0%",
     "-\u00a05": "-5",
     "7\u202f€": "7",
-    "0.10": "0.1",
 }
-
-UNTOUCHED = [
-    "A",
-    "(B)",
-    "007",
-    "1,23",
-    "1/2",
-    "3 + 4 * 5",
-    "\u2212x + 3",
-    "x.",
-    "U.S.",
-    "1e3",
-    "3,4,5",
-    "12 apples",
-    "٣",
-    "",
-    "$",
-    ".",
-]
+UNCHANGED = ["A", "(B)", "007", "1,23", "1/2", "3 + 4 * 5", "\u2212x + 3", "x.", "U.S.", "1e3", "3,4,5", "٣", "", "$", "."]
 
 
 def normalised(text):
     return pl.DataFrame({"answer": [text]}).select(normalise_column(pl.col("answer"))).item()
 
 
-@pytest.mark.parametrize(("text", "expected"), NORMALISED.items())
-def test_number_is_normalised(text, expected):
+@pytest.mark.parametrize(("text", "expected"), [*NORMALISED.items(), *zip(UNCHANGED, UNCHANGED, strict=True)])
+def test_a_number_is_normalised_and_other_text_is_unchanged(text, expected):
     assert normalised(text) == expected
-
-
-@pytest.mark.parametrize("text", UNTOUCHED)
-def test_text_that_is_not_a_number_is_unchanged(text):
-    assert normalised(text) == text
 
 
 def test_text_loses_only_surrounding_whitespace_and_invisible_characters():
@@ -124,11 +95,7 @@ def test_prompt_id_has_not_changed():
     assert prompt_id(chat, "42") == "eab2802808b2e297"
     without = b'{"messages":[{"role":"user","content":"What is 15 + 27?"}],"answer":null}'
     assert prompt_id(chat, None) == sha256(without).hexdigest()[:16]
-
-
-def test_prompt_id_ignores_key_order_and_other_keys():
-    chat = [{"content": "q", "role": "user"}]
-    assert prompt_id(chat, "1") == prompt_id([{"role": "user", "content": "q"}], "1")
+    assert prompt_id([{"content": "q", "role": "user"}], "1") == prompt_id([{"role": "user", "content": "q"}], "1")
 
 
 @pytest.mark.parametrize("pattern", ["####", "(", "(?=x)(y)", r"(a)\1"])
@@ -149,19 +116,19 @@ def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern):
         (r"(?m)^(\d+) (?:apples|pears)$", "3 apples\n4 pears", "4"),
     ],
 )
-def test_last_match_of_the_pattern_is_the_ground_truth(write, verdict_on, pattern, answer, truth):
-    data = {"train": [{"path": write({"question": "q", "answer": answer})}], "answer_pattern": pattern}
-    assert verdict_on(data).accepted["answer"].to_list() == [truth]
+def test_last_match_of_the_pattern_is_the_ground_truth(judged, pattern, answer, truth):
+    verdict = judged({"question": "q", "answer": answer}, answer_pattern=pattern)
+    assert verdict.accepted["answer"].to_list() == [truth]
 
 
-def test_system_prompt_is_added_to_every_chat_without_one(write, verdict_on):
+def test_system_prompt_is_added_to_every_chat_without_one(judged):
     own = {"role": "system", "content": "own"}
     rows = [
         {"question": "bare", "answer": "1"},
         {"prompt": [{"role": "user", "content": "chat"}], "answer": "1"},
         {"prompt": [own, {"role": "user", "content": "led"}], "answer": "1"},
     ]
-    verdict = verdict_on({"train": [{"path": write(*rows)}], "system_prompt": "ours"})
+    verdict = judged(*rows, system_prompt="ours")
     ours = {"role": "system", "content": "ours"}
     asked = [{"role": "user", "content": content} for content in ("bare", "chat", "led")]
     assert verdict.accepted["prompt"].to_list() == [[ours, asked[0]], [ours, asked[1]], [own, asked[2]]]

@@ -25,7 +25,6 @@ REFUSED = {
     "nested key twice": ("model:\n  lora:\n    r: 8\n    r: 16\n", "duplicate key r, first in line 3", ":4"),
     "key twice in a list": ("stages:\n- {name: a, name: b}\n", "duplicate key name", ":2"),
     "nested too deep": (f"a: {'[' * 200}{']' * 200}", "more than 50 levels deep", ""),
-    "nested thousands deep": (f"a: {'[' * 50_000}", "more than 50 levels deep", ""),
     "a mapping nested thousands deep": (f"{'{a: ' * 20_000}", "more than 50 levels deep", ""),
     "aliases that multiply": (LISTS, "after its aliases are expanded", ":"),
     "merge keys that multiply": (MERGES, "after its aliases are expanded", ":"),
