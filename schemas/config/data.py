@@ -59,7 +59,7 @@ class DataSource(Section):
     """One file or one hub data set."""
 
     path: Address
-    """JSONL, JSON, CSV, TSV or Parquet file, a hub id such as openai/gsm8k, or embedded:FILE for a file of this project."""
+    """JSONL, JSON, CSV, TSV or Parquet file (from the working directory), hub id such as openai/gsm8k, or embedded:FILE."""
     format: Details[Literal["auto", "jsonl", "csv", "parquet", "hub"]] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
     name: Details[str | None] = None
