@@ -317,10 +317,13 @@ class StageConfig(Section):
     def _faults_of_batches(self) -> Iterator[str]:
         completions = self.completions_per_update
         if completions % self.group_size:
+            size, groups = self.num_generations, max(1, round(completions / self.num_generations))
+            per_pass, rest = divmod(groups * size, self.gradient_accumulation_steps)
+            fix = f"{size} with gradient_accumulation_steps: {groups}" if rest else f"{per_pass}"
             yield (
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
-                f"num_generations {self.num_generations}; fix: {_nearest_batch(self)}"
+                f"num_generations {size}; fix: per_device_train_batch_size: {fix}"
             )
         if completions > MOST_COMPLETIONS:
             yield f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}"
@@ -374,14 +377,6 @@ class StageConfig(Section):
     def prompts_per_rollout(self) -> int:
         """Prompts of a rollout: those of all the updates that train on it."""
         return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.group_size
-
-
-def _nearest_batch(stage: StageConfig) -> str:
-    groups = max(1, round(stage.completions_per_update / stage.num_generations))
-    wanted = groups * stage.num_generations
-    if wanted % stage.gradient_accumulation_steps == 0:
-        return f"per_device_train_batch_size: {wanted // stage.gradient_accumulation_steps}"
-    return f"per_device_train_batch_size: {stage.num_generations} with gradient_accumulation_steps: {groups}"
 
 
 class DifficultyConfig(Section):

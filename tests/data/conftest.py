@@ -6,7 +6,7 @@ import pytest
 
 from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.judge import judge
-from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.sources import ROWS, load_sources
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 
@@ -37,8 +37,8 @@ def verdict_on(tmp_path, counter):
 
     def judge_sources(data, count=counter, **sections):
         config = RunConfig.model_validate({"data": data, "stages": [STAGE], **sections})
-        loaded = load_sources(config.data, directory=tmp_path)
-        rows = pl.read_parquet(loaded.path)
+        load_sources(config.data, directory=tmp_path)
+        rows = pl.read_parquet(tmp_path / ROWS)
         return judge(rows, config=config, counter=count, markers=count.special_tokens)
 
     return judge_sources

@@ -16,8 +16,6 @@ from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 from schemas.tables import MESSAGES
 
-Chat = list[dict[str, str]]
-
 TEMPLATES = {
     "trims": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}",
     "depends on a word": "{{ 'think: ' if '27' not in messages[-1].content }}{{ messages[-1].content }}",

@@ -94,13 +94,13 @@ def test_spans_together_are_the_file(tmp_path, monkeypatch, lines, bom, end, spa
 def test_big_file_is_read_by_several_processes_and_gives_the_same_table(tmp_path, write, monkeypatch):
     path = write(*[{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(5000)])
     alone = sources.load_sources(_data(path), directory=tmp_path)
-    rows = pl.read_parquet(alone.path)
+    rows = pl.read_parquet(tmp_path / sources.ROWS)
     monkeypatch.setattr(sources, "PARALLEL_FROM_BYTES", 1)
     monkeypatch.setattr(sources, "num_workers", lambda: 2)
     monkeypatch.setattr(jsonl, "SPAN_BYTES", 10_000)
     together = sources.load_sources(_data(path), directory=tmp_path)
-    assert together.sources == alone.sources
-    assert pl.read_parquet(together.path).equals(rows)
+    assert together == alone
+    assert pl.read_parquet(tmp_path / sources.ROWS).equals(rows)
     unnamed = write(*[{"Question": "q", "answer": "1"}] * 500, name="unnamed.jsonl")
     (tmp_path / "out").mkdir()
     with pytest.raises(DataError, match="no row has a column question or prompt"):

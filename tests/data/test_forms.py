@@ -2,25 +2,20 @@
 
 import copy
 import json
-from collections.abc import Callable
 from datetime import date
 
 import polars as pl
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.records import Columns, Record, read_row
-from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.sources import ROWS, load_sources
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.data.validation import Origin, report_data, validate_rows
 from schemas.config.data import DataConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PLAIN
-
-Judge = Callable[..., RowVerdict]
-Write = Callable[..., str]
 
 
 def broken(verdict):
@@ -37,9 +32,8 @@ def validated(path, folder, **data):
     tree = {"data": {"train": [source], "eval_fraction": 0.2, **data}, "completion": completion, "seed": 1}
     tree["stages"] = tree["data"].pop("stages", [{"name": "s", "rewards": ["format"]}])
     config = RunConfig.model_validate(tree)
-    loaded = load_sources(config.data, directory=folder)
-    origin = Origin("k", folder, 0.0, loaded.sources)
-    report = validate_rows(loaded.path, config, origin)
+    origin = Origin("k", folder, 0.0, load_sources(config.data, directory=folder))
+    report = validate_rows(folder / ROWS, config, origin)
     return report, read_prompts(report.train)
 
 
@@ -120,7 +114,7 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     assert verdict.accepted["answer"].to_list() == ["2", "3", "2"]
     asked = ("user", "1 + 1?")
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
-    [source] = load_sources(DataConfig.model_validate(data), directory=tmp_path).sources
+    [source] = load_sources(DataConfig.model_validate(data), directory=tmp_path)
     assert source.from_messages == 3
     report_data(verdict, Origin("k", tmp_path, 0, [source]))
     assert "3 prompts are the column `messages`, without" in (tmp_path / "report.md").read_text()

@@ -22,8 +22,8 @@ GOOD = {"question": "What is 1 + 1?", "answer": "2"}
 def load(directory, path, **settings):
     source = {"path": path, **{key: settings.pop(key) for key in ("format", "max_rows", "split") if key in settings}}
     loaded = load_sources(DataConfig.model_validate({"train": [source], **settings}), directory=directory)
-    rows = pl.read_parquet(loaded.path)
-    assert sum(one.rows for one in loaded.sources) == rows.height
+    rows = pl.read_parquet(directory / ROWS)
+    assert sum(one.rows for one in loaded) == rows.height
     return Raw.validate(rows)
 
 
@@ -284,8 +284,8 @@ def read(path, **source):
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     loaded = load_sources(DataConfig.model_validate({"train": [{"path": str(path), **source}]}), directory=out)
-    rows = pl.read_parquet(loaded.path).select("question", "answer", "extra").rows()
-    return [(question, answer, json.loads(extra)) for question, answer, extra in rows], loaded.sources[0]
+    rows = pl.read_parquet(out / ROWS).select("question", "answer", "extra").rows()
+    return [(question, answer, json.loads(extra)) for question, answer, extra in rows], loaded[0]
 
 
 cells = st.text(st.characters(codec="cp1252", exclude_characters="\x00\r"), min_size=1, max_size=12)

@@ -1,6 +1,5 @@
 """What validation says about a tokenizer or template that is not as most are."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import polars as pl
@@ -12,7 +11,6 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, DataError
 from tests.variants import BOS, END, NO_END, NO_OPENING, NO_SYSTEM, START, TEMPLATE, variant
 
-Validate = Callable[..., list[str]]
 ROWS = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(20)]
 STRINGS = [{"prompt": f"{BOS}{START}user\n{row['question']}{END}\n", "answer": row["answer"]} for row in ROWS]
 DAY = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
@@ -33,14 +31,9 @@ def notes(write, tmp_path, monkeypatch):
         data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.2} | model.pop("data", {})
         sections = {"rollout": rollout or {}, "model": {"path": str(variant(tmp_path / "model", **model))}}
         config = RunConfig(data=data, stages=[{"name": "s", "rewards": ["format"]}], seed=1, **sections)
-        loaded = load_sources(config.data, directory=tmp_path)
         said = []
-        validate_rows(
-            loaded.path,
-            config,
-            Origin("k", tmp_path, 0.0, loaded.sources),
-            warn=said.append,
-        )
+        origin = Origin("k", tmp_path, 0.0, load_sources(config.data, directory=tmp_path))
+        validate_rows(tmp_path / "rows.parquet", config, origin, warn=said.append)
         report = (tmp_path / "report.md").read_text()
         assert all(f"**Warning**: {sentence}" in report for sentence in said)
         return said

@@ -31,8 +31,8 @@ def validate(tmp_path, write, monkeypatch):
         path = write(*({"question": f"Write <search> for {number} é", "answer": answer} for number, answer in enumerate(answers)))
         data = {"train": [{"path": path}], "eval_fraction": 0.5}
         config = RunConfig(data=data, stages=[{"name": "s", "rewards": ["format"]}], seed=1, **sections)
-        loaded = load_sources(config.data, directory=tmp_path)
-        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=len(answers))
+        sources = load_sources(config.data, directory=tmp_path)
+        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=sources, rows=len(answers))
         return pl.read_parquet(module.validate_data.body(Work("k", tmp_path, None), config, rows).train)
 
     return step
