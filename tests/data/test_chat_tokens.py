@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -45,9 +46,8 @@ def column(chats):
 
 def test_count_is_the_number_of_tokens_the_trainer_gets(counter):
     transformers = pytest.importorskip("transformers")
-    chat = pytest.importorskip("grpo_tasks.policy.chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("embedded:base"))
-    wanted = [len(chat.prompt_ids(tokenizer, messages)) for messages in SHAPES]
+    wanted = [len(prompt_ids(tokenizer, messages)) for messages in SHAPES]
     assert counter.count(SHAPES) == wanted
     assert counter.count_column(column(SHAPES)).to_list() == wanted
 

@@ -113,7 +113,7 @@ TABLE = pl.DataFrame({"prompt": [[{"role": "user", "content": "é" * 9}]] * 30, 
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1", b"\0" * 999, b"PAR1" + b"\xff" * 999 + b"PAR1"])
-def test_a_missing_or_damaged_table_is_an_error_with_its_path_and_a_fix(tmp_path, content):
+def test_a_missing_or_damaged_table_is_an_error_with_place_and_fix(tmp_path, content):
     path = tmp_path / "train.parquet"
     if content is not None:
         path.write_bytes(content)

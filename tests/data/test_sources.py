@@ -77,7 +77,7 @@ def test_a_broken_line_is_a_faulty_row_among_good_ones(tmp_path, write, line, ru
     assert rows["question"][2] == "What is 1 + 1?"
 
 
-def test_text_like_a_duplicate_key_and_a_null_key_of_a_message_are_accepted(tmp_path, write):
+def test_text_like_a_duplicate_key_and_a_null_key_are_accepted(tmp_path, write):
     like = {"question": '"answer": "answer" : x', "answer": "1", "x": [{"a": 1}, {"a": 2}]}
     absent = {"prompt": [{"role": "user", "content": "q", "name": None}], "answer": "1"}
     assert faults(load(tmp_path, write(like, absent))) == {1: [], 2: []}

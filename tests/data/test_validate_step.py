@@ -5,8 +5,8 @@ import logging
 import polars as pl
 import pytest
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.step import Work
 from grpo_tasks.steps import validate_data as module

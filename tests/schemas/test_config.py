@@ -153,7 +153,7 @@ def test_what_fits_together_is_accepted():
     check_config(TREE | band | {"difficulty": {"samples": 3, "screen": 2}})
 
 
-def test_a_task_has_its_rewards_a_question_its_columns_a_delimiter_its_names():
+def test_a_task_has_rewards_a_question_columns_a_delimiter_names():
     tasks = {"math": {"rewards": ["correctness"]}, "style": {"weight": 2.0}}
     data = DataConfig.model_validate({"train": [{"path": "a.csv", "task": "math", "delimiter": "tab"}], "tasks": tasks})
     assert data.rewards_of("math") == {"correctness"}

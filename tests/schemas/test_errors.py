@@ -83,7 +83,7 @@ def test_an_error_of_an_unloaded_module_keeps_class_and_code(tmp_path):
     ("module", "name"),
     [("os", "system"), ("planted", "PlantedError"), ("schemas.errors", "json"), ("schemas.none_such", "X"), ("", "UserError")],
 )
-def test_a_foreign_class_comes_back_plain_and_an_old_one_keeps_its_class(module, name, tmp_path, monkeypatch):
+def test_a_foreign_class_comes_back_plain_an_old_one_as_itself(module, name, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "fix": "f"}))

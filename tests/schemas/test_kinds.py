@@ -47,7 +47,7 @@ def test_the_place_of_a_refused_setting_is_its_stage(tmp_path):
     assert "stages.1" in str(caught.value)
 
 
-def test_a_stage_of_every_kind_survives_a_file_and_another_kind_takes_what_it_refuses():
+def test_every_kind_survives_a_file_and_another_takes_what_it_refuses():
     for made in (StageConfig(**SFT), StageConfig(**REJECTION), StageConfig(**GRPO)):
         assert StageConfig.model_validate_json(made.model_dump_json()) == made
     for names in FOREIGN.values():

@@ -109,7 +109,7 @@ def test_a_name_that_no_disk_can_hold_is_no_configuration(name):
     assert len(str(caught.value)) < 1_000
 
 
-def test_a_folder_like_a_preset_hides_nothing_and_a_chain_may_not_lead_back(tmp_path, monkeypatch):
+def test_a_folder_like_a_preset_hides_nothing_and_no_chain_leads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert load_config("demo").name == "grpo-demo"
