@@ -1,6 +1,5 @@
 """The lab lets good rewards through and stops bad ones by name, before any training."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -120,19 +119,15 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
         "format": ["incremental_format", "format"],
         "correctness": ["format", "correctness"],
         "everything": ["correctness", "format", "incremental_format", "length", "repetition", "style"],
+        "shape": ["format"],
+        "tags": ["incremental_format"],
+        "answers": ["correctness"],
     }
     findings = run_lab(run_config(stages, lab=SMALL), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     expected = {"contract", "determinism", "speed", "gaming", "gold", "order", "empty"}
     assert {check.check for check in findings.checks} == expected
     assert findings.forecasts == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
-def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
-    findings = run_lab(run_config({"only": [name]}, lab=SMALL), rows)
-    assert failed(findings) == set()
 
 
 @pytest.mark.slow
@@ -176,14 +171,6 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
 
 
 @pytest.mark.slow
-def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows):
-    findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
-    check = next(check for check in findings.checks if check.outcome == "failed")
-    assert check.probe == "every_answer"
-    assert "42 43" in check.completion
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "check"), [("somewhere", "gaming"), ("rewards_silence", "order"), ("rewards_silence", "empty")])
 def test_a_stage_whose_sum_pays_for_nothing_is_stopped(run_config, own_module, rows, name, check):
     findings = lab_of(run_config, own_module, {"first": [name]}, rows, functions=[name])
@@ -195,17 +182,14 @@ def test_an_own_function_that_is_right_passes(run_config, own_module, rows):
     assert failed(findings) == set()
 
 
-def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, make_row):
-    mixed = [rows[0], make_row(9, "7", task="other")]
-    findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
-    assert failed(findings) == set()
+def test_a_function_may_not_apply_to_some_rows_or_completions(run_config, own_module, rows, make_row):
+    mixed, names = [rows[0], make_row(9, "7", task="other")], ["one_task", "some_none"]
+    findings = lab_of(run_config, own_module, {"first": ["format", *names]}, mixed, functions=names)
+    assert {
+        name for name in failed(findings) if name.startswith(("one_task", "some_none/contract", "some_none/applies"))
+    } == set()
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
     assert "does not apply to" in detail
-
-
-def test_returning_none_for_some_completions_is_no_fault(run_config, own_module, rows):
-    findings = lab_of(run_config, own_module, {"first": ["format", "some_none"]}, rows, functions=["some_none"])
-    assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
 
 
 @pytest.mark.slow
@@ -281,6 +265,7 @@ def test_the_table_holds_every_probe_with_every_score(run_config, rows):
     findings = run_lab(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
     table = findings.probes
     kinds = [probe.kind for probe in make_probes(rows[0], CompletionConfig())]
+    assert len({probe.text for probe in make_probes(rows[0], CompletionConfig())}) == len(kinds)
     assert table.height == 3 * len(kinds)
     assert table["prompt_id"].n_unique() == 3
     perfect = table.filter(pl.col("probe") == "perfect")
@@ -349,11 +334,6 @@ def _gsm8k(run_config) -> RunConfig:
     return run_config(
         {"format": ["incremental_format", "format"], "correctness": ["format", "correctness"]}, lab=SMALL | {"num_rows": 32}
     )
-
-
-def test_probes_of_one_row_are_all_different(make_row):
-    texts = [hashlib.sha256(probe.text.encode()).hexdigest() for probe in make_probes(make_row(), CompletionConfig())]
-    assert len(texts) == len(set(texts))
 
 
 @pytest.mark.slow

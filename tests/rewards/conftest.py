@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_tasks.rewards.contract import ScoreBatch, batch_of
-from grpo_tasks.rewards.worker import RewardWorker
+from grpo_tasks.rewards.worker import Loaded, RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,22 @@ def worker_of(request, own_module, rewards_config, tmp_path) -> Iterator[Callabl
     yield make
     for worker in opened:
         worker.close()
+
+
+@pytest.fixture
+def refusal_of(rewards_config) -> Iterator[Callable[..., UserError]]:
+    """The error of loading an entry, all in one process."""
+    worker = RewardWorker(rewards_config(), ["mine"])
+    worker.start()
+
+    def load(**entry: Any) -> UserError:
+        message = {"rewards": rewards_config(mine=entry).model_dump(mode="json"), "completion": {}, "names": ["mine"]}
+        reply = worker.exchange("load", message, Loaded, limit_s=60.0, max_bytes=2**20)
+        assert isinstance(reply.error, ConfigError), entry
+        return reply.error
+
+    yield load
+    worker.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import pytest
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.errors import ConfigError
 from schemas.prompts import PLAIN
 
 RIGHT = "<reasoning>\n15 + 27 = 42\n</reasoning>\n<answer>\n42\n</answer>\n"
@@ -296,12 +295,11 @@ def test_forms_of_well_known_sources_run_unchanged(loaded, batch):
                 assert outcome.scores == pytest.approx(scores), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "given", "sentence"), REFUSED_AT_ONCE)
-def test_what_cannot_be_a_reward_is_refused_when_it_is_loaded(loaded, name, given, sentence):
-    with pytest.raises(ConfigError) as caught, loaded([(name, given)]):
-        pass
-    assert sentence in str(caught.value).replace("\n", " ")
+def test_what_cannot_be_a_reward_is_refused_when_it_is_loaded(own_module, refusal_of):
+    own_module(FUNCTIONS)
+    for name, given, sentence in REFUSED_AT_ONCE:
+        error = refusal_of(function=f"my_rewards:{name}", **given)
+        assert sentence in str(error).replace("\n", " "), name
 
 
 def test_the_usual_mistakes_are_answered_with_what_to_change(loaded, batch):
@@ -382,11 +380,3 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert nothing.raw[0, 0] != nothing.raw[0, 0]
     assert isinstance(fault, RewardFault)
     assert index == 3
-
-
-@pytest.mark.slow
-def test_factories_of_trl_run_with_params(rewards_config, make_batch):
-    function = "trl.rewards.other_rewards:get_soft_overlong_punishment"
-    config = rewards_config(soft={"function": function, "params": {"max_completion_len": 4, "soft_punish_cache": 2}})
-    with RewardWorker(config, ["soft"]) as worker:
-        assert worker.call("soft", make_batch("a"), 60.0).scores == [-0.5]
