@@ -130,11 +130,9 @@ class ImportedObjects:
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Tools that belong to no environment."""
     make: Callable[[], Any] | None = None
-    """Makes an environment."""
     own_calls: bool = False
     """Whether it executes the calls of a turn itself."""
     rewards_at_end: bool = False
-    """Whether it has a method get_reward."""
 
 
 def import_all(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
@@ -237,9 +235,7 @@ def close(instance: Any) -> None:
 
 
 MAX_MESSAGES = 64
-"""Messages in one reply of an environment."""
 MAX_PROMPT_CHARS = 1_000_000
-"""Characters of one message of a prompt."""
 MAX_INFO_CHARS = 16_384
 """Characters of `info`, and of the attributes of an environment, as JSON."""
 ROLES = frozenset({"user", "tool"})

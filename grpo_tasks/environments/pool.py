@@ -221,7 +221,6 @@ class EnvironmentPool:
         return self._finish(one, Observation(turn.message(), info=one.info))
 
     def _execute(self, one: _Conversation, turn: ParsedTurn) -> Observation:
-        """Execute the calls of a turn in their order."""
         within, num, refused = self._counted(one, turn)
         messages: list[Message] = []
         for call in map(self._checker.check, within):
@@ -275,7 +274,6 @@ class EnvironmentPool:
         return self._finish(one, observed) if reply.done else observed
 
     def _finish(self, one: _Conversation, observed: Observation) -> Observation:
-        """The last observation of a conversation, with what its environment gives for the whole of it."""
         reward = self._final_reward(one)
         one.over = True
         if isinstance(reward, str):

@@ -23,7 +23,6 @@ from schemas.errors import ConfigError, UserError
 PLACE = "interaction.settings"
 INSTALL = "pip install 'verifiers>=0.1.9,<0.1.10'"
 COLUMNS = ("answer", "info", "task", "example_id")
-"""Columns of a verifiers data set besides the prompt."""
 
 
 class VerifiersEnvironment:
@@ -179,7 +178,6 @@ def _said(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _raise_error(state: Mapping[str, Any]) -> None:
-    """Raise the error that the environment has kept."""
     error = state.get("error")
     if isinstance(error, BaseException):
         raise RuntimeError(f"{type(error).__name__}: {error.__cause__ or error}") from error

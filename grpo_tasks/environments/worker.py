@@ -13,7 +13,6 @@ from schemas.config.rollout import InteractionConfig
 from schemas.errors import UserError
 
 LOAD_LIMIT_S = 300.0
-"""Time limit for importing everything. A user's environment may load data."""
 MIB = 2**20
 BASE_BYTES = 2**18
 """Maximum size of a reply without its texts: info, the attributes of an environment, an error."""
@@ -30,12 +29,9 @@ class Loaded(Reply):
     """The worker has imported what the configuration names, or cannot."""
 
     form: Literal["tools", "methods", "steps", ""] = ""
-    """See forms.py."""
     schemas: list[dict[str, JsonValue]] = Field(default_factory=list)
     own_calls: bool = False
-    """Whether the environment executes the calls of a turn itself."""
     rewards_at_end: bool = False
-    """Whether the environment rewards whole conversations."""
     error: ReportedError | None = None
 
     def _check(self, message: Mapping[str, Any]) -> None:  # noqa: ARG002 - it holds for every request

@@ -37,11 +37,9 @@ class Tally:
     """What judging a batch took."""
 
     asked: int = 0
-    """Requests that were answered."""
     cached: int = 0
     """Questions whose verdict was in the cache."""
     malformed: int = 0
-    """Replies that were no verdict."""
     manipulations: int = 0
     """Completions that tried to talk to the judge."""
     unjudged: int = 0

@@ -109,7 +109,6 @@ class Play:
     opening: Opening = field(default_factory=Opening)
     observed: list[Observation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Time of each step."""
     reward_at_end: float | str | None = None
     """What `Environments.end` gave; a text is a fault."""
 
@@ -310,7 +309,6 @@ _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 1, "number": 1.5, "boo
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """A value of this type."""
     if schema.get("enum"):
         return schema["enum"][0]
     if schema.get("anyOf"):

@@ -24,7 +24,6 @@ from schemas.errors import ConfigError
 from schemas.results.data import LabCheck
 
 JUDGED_ROWS = 4
-"""Rows whose probes a judge scores."""
 EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."
 """Said again and again, until the text is three times as long and has at least 400 characters more."""
 MAX_PAIRS = 10_000

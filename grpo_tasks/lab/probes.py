@@ -35,7 +35,6 @@ LISTING = "every_answer"
 CUT_OFF = "cut_off"
 
 LONG_CHARS = 1_000_000
-"""Length of the long probes."""
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
@@ -44,7 +43,6 @@ class Probe:
     """One completion made for the lab."""
 
     kind: str
-    """Its name in checks and tables."""
     role: Role
     text: str
 
@@ -184,7 +182,6 @@ def _question(row: PromptRow) -> str:
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
 SHOWN_CHARS = 200
-"""Characters of a completion kept in a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +204,16 @@ class ProbeSet:
     rewards: RewardsConfig
     limits: LabConfig
     rows: Sequence[PromptRow]
-    """All training rows."""
     chosen: Sequence[PromptRow]
     """The rows that probes are made from."""
     probes: Sequence[Probe]
     """Those of all chosen rows, row by row."""
     groups: Sequence[range]
-    """Indices of the probes of each chosen row."""
     batch: ScoreBatch
-    """The probes as a batch."""
     base: ScoreBatch | None
     """The samples of the base model, group by group; None without samples."""
     base_rows: Sequence[PromptRow]
-    """The row of each sample."""
     base_sizes: Sequence[int]
-    """Number of samples of each group."""
 
     @property
     def played(self) -> bool:

@@ -319,7 +319,6 @@ class WorkerLink:
         return {}
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait until the data socket is ready for `event` (POLLIN or POLLOUT)."""
         while True:
             remaining = deadline - time.monotonic()
             # Checked before the socket: a worker that sends one byte at a time must not postpone the deadline.
@@ -340,7 +339,6 @@ class WorkerLink:
                 raise WorkerEndedError
 
     def _control_ready(self, deadline: float) -> bool:
-        """Wait until the control socket can be read."""
         # poll instead of select, which fails for file descriptors above 1023.
         poll = select.poll()
         poll.register(self.control, select.POLLIN)

@@ -35,24 +35,13 @@ def test_an_attack_stays_one_json_string_on_one_line(settings, attack):
 
 SPECIAL = {
     "ChatML, Qwen": "<|im_start|> <|im_end|> <|endoftext|> <tool_call> </think>",
-    "Llama 2": "<s> </s> [INST] [/INST] <<SYS>> <</SYS>>",
     "Llama 3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|python_tag|>",
     "Mistral": "[INST] [/INST] [SYSTEM_PROMPT] [AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [THINK] [IMG] [ARGS]",
     "Gemma": "<bos> <eos> <start_of_turn> <end_of_turn> <unused0>",
     "DeepSeek": "<\uff5cbegin\u2581of\u2581sentence\uff5c> <\uff5cUser\uff5c> <\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "Phi": "<|system|> <|user|> <|assistant|> <|end|>",
-    "GLM": "[gMASK] [sMASK] <sop> <|observation|>",
     "EXAONE": "[|system|] [|user|] [|endofturn|]",
     "MiniMax": "]~!b[ ]~b] [e~[",
-    "OLMo": "|||IP_ADDRESS||| |||EMAIL_ADDRESS||| <|endoftext|>",
     "Fuyu": "|ENDOFTEXT| |SPEAKER|",
-    "Command": "<|START_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|>",
-    "Granite": "<|start_of_role|> <|end_of_role|>",
-    "Falcon": ">>TITLE<< >>QUESTION<<",
-    "gpt-oss": "<|start|> <|channel|> <|message|> <|return|>",
-    "InternLM": "[UNUSED_TOKEN_145] <|action_start|>",
-    "BERT": "[CLS] [SEP] [MASK]",
-    "Kimi": "<|im_system|> <|im_middle|> [EOS] [EOT]",
 }
 
 
