@@ -154,12 +154,7 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         # Lists of their own: a function may change what it receives.
         given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
         given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
-        # As TRL passes environments, as far as rewards read them: their public attributes after the last turn.
-        known = [one["turns"][-1]["info"].get("environment") if one["turns"] else None for one in played]
-        given["environments"] = [
-            SimpleNamespace(**(state if isinstance(state, dict) else {})) if one["answered"] else _NotPlayed()
-            for one, state in zip(played, known, strict=True)
-        ]
+        given["environments"] = [_environment(one) for one in played]
     return {
         **request["columns"],
         **given,
@@ -179,6 +174,14 @@ class NotPlayedError(AttributeError):
 class _NotPlayed:
     def __getattr__(self, name: str) -> Any:
         raise NotPlayedError(f"no environment has played, so it has no {name}")
+
+
+def _environment(played: Mapping[str, Any]) -> Any:
+    """What TRL passes as environment, as far as rewards read it: its public attributes after the last turn."""
+    if not played["answered"]:
+        return _NotPlayed()
+    known = played["turns"][-1]["info"].get("environment") if played["turns"] else None
+    return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
 
 
 def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:

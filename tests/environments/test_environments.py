@@ -359,7 +359,7 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
 
 def test_an_executing_environment_never_gets_unreadable_or_too_many_calls(pool_of, call, row):
     # A schema of its own may leave out the parameters; the lab calls every tool all the same.
-    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop", max_tool_calls=1028)
+    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop", max_tool_calls=1024)
     turns = [script.turns for script in scripts_of([row()], pool.schemas(), perfect=[None], max_turns=4)]
     assert any("buy" in turn for one in turns for turn in one)
     pool.begin([(0, row(), 0)])
@@ -377,5 +377,5 @@ def test_an_executing_environment_never_gets_unreadable_or_too_many_calls(pool_o
     ]
     assert (mixed.calls, mixed.reward, mixed.done) == (2, 1.0, False)
     (many,) = pool.answer([(0, call("buy", what=1) * 1500)])
-    assert (many.calls, many.reward, many.done) == (1500, 1024.0, False)
-    assert many.messages[0]["content"] == '{"error": "476 calls were refused: 1,028 calls are allowed in one conversation"}'
+    assert (many.calls, many.reward, many.done) == (1500, 1020.0, False)
+    assert many.messages[0]["content"] == '{"error": "480 calls were refused: 1,024 calls are allowed in one conversation"}'
