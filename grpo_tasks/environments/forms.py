@@ -16,10 +16,9 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -135,12 +134,13 @@ class ImportedObjects:
     rewards_at_end: bool = False
 
 
-def import_all(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
+def import_all(config: InteractionConfig, *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
     """Import what the configuration names, and make the schemas of its tools if they are wanted.
 
     Raises:
         ConfigError: it cannot be imported or made, has no reset, or a tool has no types or docstring.
     """
+    folders = config.module_dirs()
     if config.environment is None:
         found = [import_object(path, folders, place=f"interaction.tools.{index}") for index, path in enumerate(config.tools)]
         schemas = tool_schemas(found, place="interaction.tools") if with_schemas else []

@@ -87,7 +87,6 @@ class EnvironmentPool:
         chat_template: that of the model, or several by name; it names the format of calls.
         reasoning: names of the tags around reasoning. Calls inside do not count.
         starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
-        folders: where the modules of tools and environments lie, after the installed ones. None: as the config says.
         log: file that receives what they print.
     """
 
@@ -98,7 +97,6 @@ class EnvironmentPool:
         chat_template: str | Mapping[str, str] | None = None,
         reasoning: Sequence[str] = THINK,
         starts_inside: bool | None = None,
-        folders: Sequence[Path] | None = None,
         log: Path | None = None,
     ) -> None:
         if isinstance(chat_template, Mapping):
@@ -106,8 +104,7 @@ class EnvironmentPool:
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
         self.config, self._chat_template = config, chat_template or ""
         self._reasoning, self._starts_inside = tuple(reasoning), starts_inside
-        found = config.module_dirs() if folders is None else list(folders)
-        self._workers = [EnvironmentWorker(config, found, log=log) for _ in range(config.workers)]
+        self._workers = [EnvironmentWorker(config, log=log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environments")
         self._conversations: dict[int, _Conversation] = {}
         self._schemas: list[dict[str, Any]] | None = None

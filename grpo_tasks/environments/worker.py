@@ -1,6 +1,6 @@
 """The process that tools and environments run in, seen from the parent: how it is asked, and which replies are accepted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,15 +93,14 @@ class EnvironmentWorker(WorkerProcess):
 
     Args:
         config: what it runs, and its limits.
-        folders: where modules of the user lie, after the installed ones.
         log: file that receives the beginning of what is printed during each call. None: the output is discarded.
     """
 
-    def __init__(self, config: InteractionConfig, folders: Sequence[Path], *, log: Path | None = None) -> None:
+    def __init__(self, config: InteractionConfig, *, log: Path | None = None) -> None:
         # Sets of texts then have the same order in every worker.
         fixed = {"PYTHONHASHSEED": "0"}
         super().__init__("grpo_tasks.environments.serve", config.memory_mb * MIB, log=log, environment=fixed)
-        self.config, self.folders = config, list(folders)
+        self.config = config
         self.loaded = Loaded(request="")
         """What the process has imported."""
         self.generation = 0
@@ -119,11 +118,7 @@ class EnvironmentWorker(WorkerProcess):
         self.close()
         self.start()
         self.generation += 1
-        message = {
-            "config": self.config.model_dump(mode="json"),
-            "folders": list(map(str, self.folders)),
-            "with_schemas": with_schemas,
-        }
+        message = {"config": self.config.model_dump(mode="json"), "with_schemas": with_schemas}
         loaded = self._ask("load", message, Loaded, LOAD_LIMIT_S, MAX_LOADED_BYTES, "loading")
         if isinstance(loaded, Lost):
             place = "interaction.environment" if self.config.environment else "interaction.tools"

@@ -23,7 +23,7 @@ from schemas.config.completion import CompletionConfig, Equality, TagsConfig
 from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
-from schemas.prompts import PLAIN, PromptRow
+from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
@@ -283,8 +283,7 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
     if ":" in gold:
         made = []
         for row in chosen:
-            messages = [dict(message) for message in row.messages]
-            prompt = messages[0]["content"] if messages and messages[0].get("role") == PLAIN else messages
+            prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
             made.append({**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)})
         return worker.gold_completions(gold, made)
     values = [row.extra.get(gold) for row in chosen]

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,13 @@ from grpo_tasks.rewards.worker import Loaded, RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, UserError
-
-
-@dataclass(frozen=True)
-class PlainRow:
-    prompt_id: str
-    source: str
-    line: int
-    messages: list[dict[str, str]]
-    answer: str | None
-    extra: dict[str, Any] = field(default_factory=dict)
-    answers: tuple[str, ...] | None = None
-    task: str = ""
+from schemas.prompts import PromptRow
 
 
 @pytest.fixture(scope="session")
-def make_row() -> Callable[..., PlainRow]:
-    def make(line: int = 1, answer: str = "42", question: str = "What is 15 + 27?", **extra: Any) -> PlainRow:
-        return PlainRow(f"{line:016x}", "train.jsonl", line, [{"role": "user", "content": question}], answer, extra)
+def make_row() -> Callable[..., PromptRow]:
+    def make(line: int = 1, answer: str = "42", question: str = "What is 15 + 27?", **extra: Any) -> PromptRow:
+        return PromptRow(f"{line:016x}", "train.jsonl", line, ({"role": "user", "content": question},), answer, 9, extra)
 
     return make
 

@@ -49,7 +49,7 @@ def test_settings_reach_the_built_in_functions(rewards_config, make_batch):
     with RewardSuite(config, ["format", "correctness", "short", "long"], completion=completion) as suite:
         raw = suite.score(make_batch("<think>w</think><final>(B)</final>", HONEST, "abcde", answer="B")).raw
     np.testing.assert_array_equal(raw[:, :2], [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(raw[2, 2:], [0.0, 0.0])
+    np.testing.assert_allclose(raw[2, 2:], [1.0, 0.005])
 
 
 def test_functions_may_not_apply_and_see_the_update(own_module, rewards_config, make_batch):
