@@ -69,11 +69,7 @@ class ParsedTurn:
 
 
 def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
-    """The format that the configuration names, or that a chat template asks the model for.
-
-    Raises:
-        ConfigError: auto, and the template shows no tools or asks for a format that is not read here.
-    """
+    """The format that the configuration names, or (auto) the one that a chat template asks for; ConfigError: it asks for none."""
     if call_format != "auto":
         return call_format
     place = "interaction.call_format"

@@ -135,11 +135,7 @@ class ImportedObjects:
 
 
 def import_all(config: InteractionConfig, *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
-    """Import what the configuration names, and make the schemas of its tools if they are wanted.
-
-    Raises:
-        ConfigError: it cannot be imported or made, has no reset, or a tool has no types or docstring.
-    """
+    """Import what the configuration names, and make the schemas of its tools if they are wanted; raises ConfigError."""
     folders = config.module_dirs()
     if config.environment is None:
         found = [import_object(path, folders, place=f"interaction.tools.{index}") for index, path in enumerate(config.tools)]

@@ -117,11 +117,7 @@ class EnvironmentPool:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools; empty if there are none. The first call starts a worker.
-
-        Raises:
-            UserError: the tools or the environment cannot be imported, or the chat template has no place for tools.
-        """
+        """JSON schemas of the tools; UserError: something cannot be imported, or the chat template has no place for tools."""
         if self._schemas is None:
             schemas = self._workers[0].load(with_schemas=True)
             if schemas:

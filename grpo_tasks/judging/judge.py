@@ -67,12 +67,7 @@ class Judge:
         self.client = JudgeClient(settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
-        """The scores of completions; those of one question follow each other.
-
-        Raises:
-            RewardError: the endpoint refuses requests.
-            JudgeUnavailableError: it does not answer, or max_cost is reached. Verdicts so far are kept.
-        """
+        """The scores of completions; those of one question follow each other. Errors are those of JudgeClient.send."""
         tally = Tally()
         scores, notes = (self._absolute if self.settings.mode == "absolute" else self._pairwise)(cases, tally)
         tally.manipulations, tally.unjudged = notes.count("manipulation"), notes.count("unjudged")

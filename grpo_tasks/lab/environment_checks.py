@@ -41,7 +41,7 @@ def check_interaction(
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> list[LabCheck]:
-    """The checks of the section `interaction` on some of the training rows; empty where nothing answers the policy.
+    """The checks of the section `interaction`; empty where nothing answers the policy.
 
     Args:
         config: tools, or an environment.
@@ -50,9 +50,6 @@ def check_interaction(
         count_tokens: tokens of prompts after that template.
         completion: names the tags around reasoning, in which no call counts.
         log: receives what tools and environments print.
-
-    Raises:
-        UserError: a tool or the environment cannot be loaded.
     """
     if not config.active:
         return []

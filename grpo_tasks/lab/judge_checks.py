@@ -109,11 +109,7 @@ def _checks(name: str, judge: JudgeConfig, trial: Trial) -> Iterator[LabCheck]:
 
 
 def read_gold(path: Path) -> list[GoldPair]:
-    """The gold pairs of a JSONL file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no pair, or a line is no pair; with its line.
-    """
+    """The gold pairs of a JSONL file; ConfigError: it cannot be read or holds none, or a line is none."""
     try:
         # At line feeds only, as JSON Lines has it: str.splitlines would cut a text at U+2028 too.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -143,12 +139,7 @@ def padded(text: str) -> str:
 
 
 def try_judge(settings: JudgeConfig, pairs: Sequence[GoldPair]) -> Trial:
-    """Ask a judge about gold pairs.
-
-    Raises:
-        RewardError: the endpoint refuses the requests.
-        JudgeUnavailableError: the endpoint does not answer, or max_cost is reached.
-    """
+    """Ask a judge about gold pairs. Errors are those of JudgeClient.send."""
     judge = Judge(settings)
     try:
         return _points(judge, pairs) if settings.mode == "absolute" else _comparisons(judge, pairs)

@@ -272,12 +272,7 @@ def choose_rows(rows: Sequence[PromptRow], num: int) -> list[PromptRow]:
 
 
 def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorker) -> list[str | None]:
-    """The user's own good completion of each row (`lab.gold`); None where there is none.
-
-    Raises:
-        ConfigError: no row has the column, or the function cannot be used.
-        RewardError: the function hangs, or ends the worker process.
-    """
+    """The user's own good completion of each row (`lab.gold`); ConfigError, RewardError: there is no such column or function."""
     if gold is None:
         return [None] * len(chosen)
     if ":" in gold:

@@ -201,11 +201,9 @@ class WorkerSupervisor:
                     self.code = self.worker.returncode = os.waitstatus_to_exitcode(status)
 
     def _check_memory(self) -> int:
-        """Bytes of memory in use by the worker and everything that it has started.
-
-        Pages that several processes share count once, but only when the answer depends on it: resident memory is cheap to read
-        but counts them for each process, and the exact proportional set size is slow.
-        """
+        """Bytes of memory in use by the worker and everything that it has started."""
+        # Pages that several processes share count once, but only when the answer depends on it: resident memory is cheap to read
+        # but counts them for each process, and the exact proportional set size is slow.
         began = time.monotonic()
         processes = psutil.Process().children(recursive=True)
 

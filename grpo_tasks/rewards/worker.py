@@ -97,7 +97,7 @@ class RewardWorker(WorkerProcess):
         names: the functions to load.
         completion: what an answer is, for the built-in functions. None: the defaults of the section.
         tasks: the functions that apply to each task; see contract.py.
-        log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
+        log: file that receives the beginning of what the functions print during each call.
 
     Raises:
         ConfigError: on entry, when a function cannot be loaded.
