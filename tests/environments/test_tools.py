@@ -95,7 +95,7 @@ def test_calls_of_a_turn_are_answered_in_their_order(pool_of, call, row):
     assert [one["function"]["name"] for one in observed.turn["tool_calls"]] == ["add", "slow_echo", "add"]
 
 
-def test_faults_of_a_tool_are_its_answers_and_prints_go_to_the_log(pool_of, call, row, tmp_path, capfd):
+def test_faults_of_a_tool_are_answers_and_prints_go_to_log(pool_of, call, row, tmp_path, capfd):
     pool = pool_of(TOOLS, tools=["add", "divide", "leave"])
     pool.begin([(0, row(), 1)])
     text = "".join(
@@ -160,7 +160,7 @@ def test_a_turn_without_a_call_ends_the_conversation(pool_of, call, row):
 
 
 @pytest.mark.slow
-def test_a_tool_that_dies_answers_with_its_name_and_may_do_so_once(pool_of, call, row):
+def test_a_tool_that_dies_answers_with_its_name_but_once(pool_of, call, row):
     tool, said = "crash", "crash ended its worker process (exit code 7)"
     pool = pool_of(TOOLS, tools=["add", tool])
     pool.begin([(0, row(), 1), (1, row(), 2)])
