@@ -30,7 +30,6 @@ END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_o
 MOST_CALLS = 1024
 """Calls read in one turn. Later ones are counted only."""
 MAX_CALL_CHARS = 262_144
-"""Characters of the JSON of one call."""
 MAX_ERROR_CHARS = 300
 _FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
 """What the chat templates of other families write calls with."""
@@ -43,7 +42,6 @@ class Call:
     """One call."""
 
     name: str = ""
-    """Empty when the call could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Why it cannot be executed."""
@@ -71,11 +69,7 @@ class ParsedTurn:
 
 
 def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
-    """The format that the configuration names, or that a chat template asks the model for.
-
-    Raises:
-        ConfigError: auto, and the template shows no tools or asks for a format that is not read here.
-    """
+    """The format that the configuration names, or (auto) the one that a chat template asks for; ConfigError: it asks for none."""
     if call_format != "auto":
         return call_format
     place = "interaction.call_format"
@@ -147,7 +141,6 @@ def spoken(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _markers(tags: tuple[str, ...], calls: bool) -> re.Pattern[str]:
-    """Finds literal markers, in linear time."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")] + ([OPEN] if calls else [])
     return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
@@ -182,7 +175,6 @@ def _tagged(text: str, start: int, reasoning: Sequence[str]) -> ParsedTurn:
 
 
 def _tagged_call(text: str, start: int) -> tuple[Call, int]:
-    """The call after an opening tag, and where the text goes on."""
     found, end, error = _decode(text, start)
     if error is None:
         after = _skip(text, end)

@@ -16,10 +16,9 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -130,19 +129,14 @@ class ImportedObjects:
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Tools that belong to no environment."""
     make: Callable[[], Any] | None = None
-    """Makes an environment."""
     own_calls: bool = False
     """Whether it executes the calls of a turn itself."""
     rewards_at_end: bool = False
-    """Whether it has a method get_reward."""
 
 
-def import_all(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
-    """Import what the configuration names, and make the schemas of its tools if they are wanted.
-
-    Raises:
-        ConfigError: it cannot be imported or made, has no reset, or a tool has no types or docstring.
-    """
+def import_all(config: InteractionConfig, *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
+    """Import what the configuration names, and make the schemas of its tools if they are wanted; raises ConfigError."""
+    folders = config.module_dirs()
     if config.environment is None:
         found = [import_object(path, folders, place=f"interaction.tools.{index}") for index, path in enumerate(config.tools)]
         schemas = tool_schemas(found, place="interaction.tools") if with_schemas else []
@@ -237,9 +231,7 @@ def close(instance: Any) -> None:
 
 
 MAX_MESSAGES = 64
-"""Messages in one reply of an environment."""
 MAX_PROMPT_CHARS = 1_000_000
-"""Characters of one message of a prompt."""
 MAX_INFO_CHARS = 16_384
 """Characters of `info`, and of the attributes of an environment, as JSON."""
 ROLES = frozenset({"user", "tool"})

@@ -87,7 +87,6 @@ class EnvironmentPool:
         chat_template: that of the model, or several by name; it names the format of calls.
         reasoning: names of the tags around reasoning. Calls inside do not count.
         starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
-        folders: where the modules of tools and environments lie, after the installed ones. None: as the config says.
         log: file that receives what they print.
     """
 
@@ -98,7 +97,6 @@ class EnvironmentPool:
         chat_template: str | Mapping[str, str] | None = None,
         reasoning: Sequence[str] = THINK,
         starts_inside: bool | None = None,
-        folders: Sequence[Path] | None = None,
         log: Path | None = None,
     ) -> None:
         if isinstance(chat_template, Mapping):
@@ -106,8 +104,7 @@ class EnvironmentPool:
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
         self.config, self._chat_template = config, chat_template or ""
         self._reasoning, self._starts_inside = tuple(reasoning), starts_inside
-        found = config.module_dirs() if folders is None else list(folders)
-        self._workers = [EnvironmentWorker(config, found, log=log) for _ in range(config.workers)]
+        self._workers = [EnvironmentWorker(config, log=log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environments")
         self._conversations: dict[int, _Conversation] = {}
         self._schemas: list[dict[str, Any]] | None = None
@@ -120,11 +117,7 @@ class EnvironmentPool:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools; empty if there are none. The first call starts a worker.
-
-        Raises:
-            UserError: the tools or the environment cannot be imported, or the chat template has no place for tools.
-        """
+        """JSON schemas of the tools; UserError: something cannot be imported, or the chat template has no place for tools."""
         if self._schemas is None:
             schemas = self._workers[0].load(with_schemas=True)
             if schemas:
@@ -221,7 +214,6 @@ class EnvironmentPool:
         return self._finish(one, Observation(turn.message(), info=one.info))
 
     def _execute(self, one: _Conversation, turn: ParsedTurn) -> Observation:
-        """Execute the calls of a turn in their order."""
         within, num, refused = self._counted(one, turn)
         messages: list[Message] = []
         for call in map(self._checker.check, within):
@@ -275,7 +267,6 @@ class EnvironmentPool:
         return self._finish(one, observed) if reply.done else observed
 
     def _finish(self, one: _Conversation, observed: Observation) -> Observation:
-        """The last observation of a conversation, with what its environment gives for the whole of it."""
         reward = self._final_reward(one)
         one.over = True
         if isinstance(reward, str):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -77,11 +76,10 @@ class Conversations:
 
     def load(self, request: Request) -> dict[str, Any]:
         """Import what the configuration names."""
-        folders = [Path(one) for one in request["folders"]]
-        # At the end of the path, so that a file in one of these folders cannot replace an installed library.
-        sys.path.extend(str(folder.resolve()) for folder in folders)
         config = InteractionConfig.model_validate(request["config"])
-        self._imported, schemas = import_all(config, folders, with_schemas=request["with_schemas"])
+        # At the end of the path, so that a file in one of these folders cannot replace an installed library.
+        sys.path.extend(str(folder.resolve()) for folder in config.module_dirs())
+        self._imported, schemas = import_all(config, with_schemas=request["with_schemas"])
         self._limit = config.max_answer_chars
         flags = {name: getattr(self._imported, name) for name in ("form", "own_calls", "rewards_at_end")}
         return {"schemas": schemas, **flags}

@@ -23,18 +23,12 @@ from schemas.errors import ConfigError, UserError
 PLACE = "interaction.settings"
 INSTALL = "pip install 'verifiers>=0.1.9,<0.1.10'"
 COLUMNS = ("answer", "info", "task", "example_id")
-"""Columns of a verifiers data set besides the prompt."""
 
 
 class VerifiersEnvironment:
     """One conversation with a verifiers environment.
 
-    Args:
-        id: name of an installed environment, as `verifiers.load_environment` takes it, or package.module:Class.
-        arguments: its keyword arguments.
-
-    Raises:
-        ConfigError: verifiers or the environment is not installed, or of another generation.
+    `id` is the name of an installed one, as `verifiers.load_environment` takes it, or package.module:Class.
     """
 
     def __init__(self, id: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -87,14 +81,7 @@ class VerifiersEnvironment:
 
 
 def write_rows(id: str, path: Path, *, num: int = -1, seed: int | None = None, arguments: Mapping[str, Any] | None = None) -> int:
-    """Write the training rows of a verifiers environment as JSON lines with `messages` and its columns. Returns how many.
-
-    Args:
-        id: as of VerifiersEnvironment, and so `arguments`.
-        path: the file; its folder exists.
-        num: how many rows. -1: all.
-        seed: shuffles them. None: their own order.
-    """
+    """Write `num` (-1: all) training rows of a verifiers environment as JSON lines, shuffled if there is a seed; how many."""
     data = _load(id, json.dumps(dict(arguments or {}), sort_keys=True)).get_dataset(n=num, seed=seed)
     with path.open("w", encoding="utf-8") as file:
         for row in data:
@@ -179,7 +166,6 @@ def _said(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _raise_error(state: Mapping[str, Any]) -> None:
-    """Raise the error that the environment has kept."""
     error = state.get("error")
     if isinstance(error, BaseException):
         raise RuntimeError(f"{type(error).__name__}: {error.__cause__ or error}") from error

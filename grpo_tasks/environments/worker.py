@@ -1,6 +1,6 @@
 """The process that tools and environments run in, seen from the parent: how it is asked, and which replies are accepted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +13,6 @@ from schemas.config.rollout import InteractionConfig
 from schemas.errors import UserError
 
 LOAD_LIMIT_S = 300.0
-"""Time limit for importing everything. A user's environment may load data."""
 MIB = 2**20
 BASE_BYTES = 2**18
 """Maximum size of a reply without its texts: info, the attributes of an environment, an error."""
@@ -30,12 +29,9 @@ class Loaded(Reply):
     """The worker has imported what the configuration names, or cannot."""
 
     form: Literal["tools", "methods", "steps", ""] = ""
-    """See forms.py."""
     schemas: list[dict[str, JsonValue]] = Field(default_factory=list)
     own_calls: bool = False
-    """Whether the environment executes the calls of a turn itself."""
     rewards_at_end: bool = False
-    """Whether the environment rewards whole conversations."""
     error: ReportedError | None = None
 
     def _check(self, message: Mapping[str, Any]) -> None:  # noqa: ARG002 - it holds for every request
@@ -97,15 +93,14 @@ class EnvironmentWorker(WorkerProcess):
 
     Args:
         config: what it runs, and its limits.
-        folders: where modules of the user lie, after the installed ones.
         log: file that receives the beginning of what is printed during each call. None: the output is discarded.
     """
 
-    def __init__(self, config: InteractionConfig, folders: Sequence[Path], *, log: Path | None = None) -> None:
+    def __init__(self, config: InteractionConfig, *, log: Path | None = None) -> None:
         # Sets of texts then have the same order in every worker.
         fixed = {"PYTHONHASHSEED": "0"}
         super().__init__("grpo_tasks.environments.serve", config.memory_mb * MIB, log=log, environment=fixed)
-        self.config, self.folders = config, list(folders)
+        self.config = config
         self.loaded = Loaded(request="")
         """What the process has imported."""
         self.generation = 0
@@ -123,11 +118,7 @@ class EnvironmentWorker(WorkerProcess):
         self.close()
         self.start()
         self.generation += 1
-        message = {
-            "config": self.config.model_dump(mode="json"),
-            "folders": list(map(str, self.folders)),
-            "with_schemas": with_schemas,
-        }
+        message = {"config": self.config.model_dump(mode="json"), "with_schemas": with_schemas}
         loaded = self._ask("load", message, Loaded, LOAD_LIMIT_S, MAX_LOADED_BYTES, "loading")
         if isinstance(loaded, Lost):
             place = "interaction.environment" if self.config.environment else "interaction.tools"

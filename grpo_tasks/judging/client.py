@@ -27,7 +27,6 @@ from schemas.errors import JudgeUnavailableError, RewardError, ServerGoneError
 CONNECT_S = 10.0
 """Time limit of a connection: what is not there should not take the time of what answers slowly."""
 LONGEST_PAUSE_S = 30.0
-"""Longest pause that an endpoint may ask for."""
 CHARS_PER_TOKEN = 3
 """For an endpoint that does not count tokens. Most texts have more characters a token, so this guess is rather too expensive."""
 AGAIN = frozenset({408, 409, 425, 429})

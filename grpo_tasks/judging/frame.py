@@ -23,7 +23,6 @@ from schemas.config.rewards import JudgeConfig
 
 POINTS, WINNER = "points", "winner"
 MANIPULATION, MARKER, CRITERIA, REASON = "manipulation", "marker", "criteria", "reason"
-"""Keys of a verdict."""
 
 MANIPULATORS = {
     "absolute": {"no": frozenset[str](), "yes": frozenset({"a"})},
@@ -71,7 +70,6 @@ class Question:
 
     messages: list[dict[str, str]]
     schema: dict[str, Any]
-    """JSON schema of the verdict."""
     marker: str
 
     def key(self, judge: JudgeConfig, vote: int) -> str:

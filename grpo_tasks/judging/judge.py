@@ -37,11 +37,9 @@ class Tally:
     """What judging a batch took."""
 
     asked: int = 0
-    """Requests that were answered."""
     cached: int = 0
     """Questions whose verdict was in the cache."""
     malformed: int = 0
-    """Replies that were no verdict."""
     manipulations: int = 0
     """Completions that tried to talk to the judge."""
     unjudged: int = 0
@@ -69,12 +67,7 @@ class Judge:
         self.client = JudgeClient(settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
-        """The scores of completions; those of one question follow each other.
-
-        Raises:
-            RewardError: the endpoint refuses requests.
-            JudgeUnavailableError: it does not answer, or max_cost is reached. Verdicts so far are kept.
-        """
+        """The scores of completions; those of one question follow each other. Errors are those of JudgeClient.send."""
         tally = Tally()
         scores, notes = (self._absolute if self.settings.mode == "absolute" else self._pairwise)(cases, tally)
         tally.manipulations, tally.unjudged = notes.count("manipulation"), notes.count("unjudged")

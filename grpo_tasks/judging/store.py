@@ -164,8 +164,17 @@ class JudgeLimits:
         limit = self.judge.max_requests_per_minute
         if limit is None:
             return
-        while (wait := self._next_slot(60.0 / (limit * self._share))) > 0.0:
-            self.sleep(wait)
+        interval_s = 60.0 / (limit * self._share)
+        while True:
+            with self.store.writing() as base:
+                now, row = time.time(), base.execute("SELECT sent FROM paced").fetchone()
+                # Judges with other limits may share the folder, so what counts is when the last request was sent. It was never
+                # sent later than now, unless somebody has set the clock back.
+                if row is None or not row[0] <= now < row[0] + interval_s:
+                    base.execute("DELETE FROM paced")
+                    base.execute("INSERT INTO paced VALUES (?)", (now,))
+                    return
+            self.sleep(row[0] + interval_s - now)
 
     def _enter(self, cost: float) -> int | None:
         """The number of the row of a request; None while there is no room for it."""
@@ -193,15 +202,3 @@ class JudgeLimits:
                 return None
             row = (cost, self._own.pid, self._own.born)
             return base.execute("INSERT INTO sending (cost, pid, born) VALUES (?, ?, ?)", row).lastrowid
-
-    def _next_slot(self, interval_s: float) -> float:
-        """Take the next slot and return 0, or return the seconds until it."""
-        with self.store.writing() as base:
-            now, row = time.time(), base.execute("SELECT sent FROM paced").fetchone()
-            # Judges with other limits may share the folder, so what counts is when the last request was sent. It was never
-            # sent later than now, unless somebody has set the clock back.
-            if row is not None and row[0] <= now < row[0] + interval_s:
-                return float(row[0]) + interval_s - now
-            base.execute("DELETE FROM paced")
-            base.execute("INSERT INTO paced VALUES (?)", (now,))
-            return 0.0

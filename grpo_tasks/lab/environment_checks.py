@@ -41,7 +41,7 @@ def check_interaction(
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> list[LabCheck]:
-    """The checks of the section `interaction` on some of the training rows; empty where nothing answers the policy.
+    """The checks of the section `interaction`; empty where nothing answers the policy.
 
     Args:
         config: tools, or an environment.
@@ -50,9 +50,6 @@ def check_interaction(
         count_tokens: tokens of prompts after that template.
         completion: names the tags around reasoning, in which no call counts.
         log: receives what tools and environments print.
-
-    Raises:
-        UserError: a tool or the environment cannot be loaded.
     """
     if not config.active:
         return []
@@ -109,7 +106,6 @@ class Play:
     opening: Opening = field(default_factory=Opening)
     observed: list[Observation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Time of each step."""
     reward_at_end: float | str | None = None
     """What `Environments.end` gave; a text is a fault."""
 
@@ -310,7 +306,6 @@ _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 1, "number": 1.5, "boo
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """A value of this type."""
     if schema.get("enum"):
         return schema["enum"][0]
     if schema.get("anyOf"):

@@ -24,7 +24,6 @@ from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck
 
 CHARS_PER_TOKEN = 4
-"""Characters of a completion of the configured length for each token."""
 LONG_TEXT_FACTOR = 10.0
 """A completion of a million characters may take this many times the limit."""
 LONG_TEXT_WAIT = 10.0
@@ -32,7 +31,6 @@ LONG_TEXT_WAIT = 10.0
 MAX_SPEED_TRIES = 3
 """How often a call that is too slow is timed: on a busy machine the first time may be the machine's fault."""
 SAME_SCORE = 1e-9
-"""Scores that differ by no more than this are equal."""
 MAX_NAMED_TAGS = 4
 
 _TAG = re.compile(r"</([A-Za-z_][\w-]{0,30})>")

@@ -24,7 +24,6 @@ from schemas.errors import ConfigError
 from schemas.results.data import LabCheck
 
 JUDGED_ROWS = 4
-"""Rows whose probes a judge scores."""
 EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."
 """Said again and again, until the text is three times as long and has at least 400 characters more."""
 MAX_PAIRS = 10_000
@@ -110,11 +109,7 @@ def _checks(name: str, judge: JudgeConfig, trial: Trial) -> Iterator[LabCheck]:
 
 
 def read_gold(path: Path) -> list[GoldPair]:
-    """The gold pairs of a JSONL file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no pair, or a line is no pair; with its line.
-    """
+    """The gold pairs of a JSONL file; ConfigError: it cannot be read or holds none, or a line is none."""
     try:
         # At line feeds only, as JSON Lines has it: str.splitlines would cut a text at U+2028 too.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -144,12 +139,7 @@ def padded(text: str) -> str:
 
 
 def try_judge(settings: JudgeConfig, pairs: Sequence[GoldPair]) -> Trial:
-    """Ask a judge about gold pairs.
-
-    Raises:
-        RewardError: the endpoint refuses the requests.
-        JudgeUnavailableError: the endpoint does not answer, or max_cost is reached.
-    """
+    """Ask a judge about gold pairs. Errors are those of JudgeClient.send."""
     judge = Judge(settings)
     try:
         return _points(judge, pairs) if settings.mode == "absolute" else _comparisons(judge, pairs)

@@ -23,7 +23,7 @@ from schemas.config.completion import CompletionConfig, Equality, TagsConfig
 from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
-from schemas.prompts import PLAIN, PromptRow
+from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
@@ -35,7 +35,6 @@ LISTING = "every_answer"
 CUT_OFF = "cut_off"
 
 LONG_CHARS = 1_000_000
-"""Length of the long probes."""
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
@@ -44,7 +43,6 @@ class Probe:
     """One completion made for the lab."""
 
     kind: str
-    """Its name in checks and tables."""
     role: Role
     text: str
 
@@ -184,7 +182,6 @@ def _question(row: PromptRow) -> str:
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
 SHOWN_CHARS = 200
-"""Characters of a completion kept in a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +204,16 @@ class ProbeSet:
     rewards: RewardsConfig
     limits: LabConfig
     rows: Sequence[PromptRow]
-    """All training rows."""
     chosen: Sequence[PromptRow]
     """The rows that probes are made from."""
     probes: Sequence[Probe]
     """Those of all chosen rows, row by row."""
     groups: Sequence[range]
-    """Indices of the probes of each chosen row."""
     batch: ScoreBatch
-    """The probes as a batch."""
     base: ScoreBatch | None
     """The samples of the base model, group by group; None without samples."""
     base_rows: Sequence[PromptRow]
-    """The row of each sample."""
     base_sizes: Sequence[int]
-    """Number of samples of each group."""
 
     @property
     def played(self) -> bool:
@@ -280,19 +272,13 @@ def choose_rows(rows: Sequence[PromptRow], num: int) -> list[PromptRow]:
 
 
 def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorker) -> list[str | None]:
-    """The user's own good completion of each row (`lab.gold`); None where there is none.
-
-    Raises:
-        ConfigError: no row has the column, or the function cannot be used.
-        RewardError: the function hangs, or ends the worker process.
-    """
+    """The user's own good completion of each row (`lab.gold`); ConfigError, RewardError: there is no such column or function."""
     if gold is None:
         return [None] * len(chosen)
     if ":" in gold:
         made = []
         for row in chosen:
-            messages = [dict(message) for message in row.messages]
-            prompt = messages[0]["content"] if messages and messages[0].get("role") == PLAIN else messages
+            prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
             made.append({**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)})
         return worker.gold_completions(gold, made)
     values = [row.extra.get(gold) for row in chosen]

@@ -32,13 +32,10 @@ FIXES = {
     "perfect": "let perfect(row) return the turns of a good player as a list of texts",
     "signal": "add an incremental reward, or raise num_generations or rollout.temperature",
 }
-"""What to do about a failed check or a warning."""
 STRICT_LINE = "These opinions do not stop the run. lab.strict: true lets them; lab.ignore_checks: [{names}] silences them."
-"""What follows the table of opinions."""
 MANY = 0.5
 """Share of the sampled prompts that are never solved, or always, from which the report advises to measure all prompts."""
 DETAIL_CHARS = 200
-"""Characters of a finding in the table of opinions."""
 MAX_OPINIONS = 12
 """Opinions in the table; the tables of the functions have all of them."""
 

@@ -44,7 +44,6 @@ from schemas.results.evaluation import histogram
 FAULTS = frozenset({"contract", "begins", "faults", "leak"})
 """Checks that stop the run whatever the configuration says."""
 TABLE_CHARS = 2_000
-"""Characters of a completion kept in the table of probes."""
 TIE = 1e-6
 """Totals that differ by no more than this, relative to their size, tie. The same tolerance as in grpo/advantages.py."""
 
@@ -59,7 +58,6 @@ class LabFindings:
     probes: pl.DataFrame
     """Every probe with the score of each function (null: does not apply, or broke its contract) and the total of each stage."""
     left_out: list[str]
-    """Checks that could not be made, each with its reason."""
 
 
 def run_lab(

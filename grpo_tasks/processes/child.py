@@ -142,7 +142,6 @@ def prepare_child(*modules: str) -> None:
 
 
 def _start_server(log: Path) -> Connection:
-    """A fork server whose own output goes to `log`; it ends when the connection is closed."""
     ours, theirs = socket.socketpair()
     with theirs, log.open("ab") as file:
         start_module("grpo_tasks.processes.fork_server", theirs.fileno(), output=file, pass_fds=(theirs.fileno(),))

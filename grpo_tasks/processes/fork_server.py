@@ -93,11 +93,7 @@ def main() -> None:
 
 
 def _exit_code(pid: int, connection: Connection) -> int:
-    """Wait for the child; kill it when the process that asked for it has ended.
-
-    Raises:
-        EOFError: that process has ended.
-    """
+    """Wait for the child; kill it and raise EOFError when the process that asked for it has ended."""
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

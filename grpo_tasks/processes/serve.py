@@ -118,7 +118,6 @@ def main(command: list[str]) -> NoReturn:
 
 
 def _end_group(sockets: str) -> NoReturn:
-    """Kill everything that is left of the process group, this process included."""
     shutil.rmtree(sockets, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
     raise AssertionError

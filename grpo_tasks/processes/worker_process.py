@@ -103,10 +103,7 @@ class WorkerFault:
     """hung: bytes of a reply that had arrived. memory: bytes that were in use."""
 
     def reason(self, limit_s: float, memory: str) -> str:
-        """What happened, by the limits of the call; it completes a sentence that begins with the name of what was called.
-
-        No times, pids or measurements: it goes into conversations, and a repeated run has the same bytes.
-        """
+        """The end of a sentence that begins with what was called; the same bytes when a run is repeated: no times, no pids."""
         return {
             "hung": f"did not return within {limit_s:g} s",
             "memory": f"used more than {memory} of memory",
@@ -171,13 +168,7 @@ class WorkerProcess:
     ) -> Shape | WorkerFault:
         """Send a request and read its reply. A fault ends the child.
 
-        Args:
-            what: kind of the request; names the handler in the child.
-            message: the rest of the request, as JSON values.
-            shape: shape of the reply.
-            limit_s: time limit in seconds.
-            max_bytes: maximum size of the reply.
-            label: name of the exchange for the log; its kind by default.
+        `what` names the handler in the child, `message` holds the rest as JSON values, `label` is the name for the log.
         """
         assert self.link is not None
         # Random, so that a function cannot prepare a reply to a later request.
@@ -262,7 +253,7 @@ class WorkerLink:
                 raise WorkerEndedError from error
 
     def receive(self, max_bytes: int, deadline: float) -> bytes:
-        """The payload of the next frame. Nothing may follow the frame.
+        """The payload of the next frame, which nothing may follow.
 
         Raises:
             TimeoutError: the frame was not complete by the deadline.
@@ -319,7 +310,6 @@ class WorkerLink:
         return {}
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait until the data socket is ready for `event` (POLLIN or POLLOUT)."""
         while True:
             remaining = deadline - time.monotonic()
             # Checked before the socket: a worker that sends one byte at a time must not postpone the deadline.
@@ -340,7 +330,6 @@ class WorkerLink:
                 raise WorkerEndedError
 
     def _control_ready(self, deadline: float) -> bool:
-        """Wait until the control socket can be read."""
         # poll instead of select, which fails for file descriptors above 1023.
         poll = select.poll()
         poll.register(self.control, select.POLLIN)

@@ -40,7 +40,6 @@ MAX_CHECK_SHARE = 0.05
 EXIT_LIMIT_S, KILL_LIMIT_S = 0.5, 5.0
 """Time limits for a worker to end after it has closed its socket, and for killed processes to end."""
 MAX_LINES, MAX_BYTES = 100, 16_384
-"""What is kept of the output of one call."""
 CHUNK_BYTES, MAX_PIPE_BYTES = 65_536, 2**20
 """The size of a pipe on Linux, and the largest that an unprivileged process can set."""
 
@@ -83,7 +82,6 @@ class Output:
         self._begin(label)
 
     def _keep(self, data: bytes) -> bytes:
-        """The beginning of the data that still fits the limits of the call."""
         kept, end = data[: self._bytes], 0
         for _ in range(self._lines):
             following = kept.find(b"\n", end) + 1
@@ -203,11 +201,9 @@ class WorkerSupervisor:
                     self.code = self.worker.returncode = os.waitstatus_to_exitcode(status)
 
     def _check_memory(self) -> int:
-        """Bytes of memory in use by the worker and everything that it has started.
-
-        Pages that several processes share count once, but only when the answer depends on it: resident memory is cheap to read
-        but counts them for each process, and the exact proportional set size is slow.
-        """
+        """Bytes of memory in use by the worker and everything that it has started."""
+        # Pages that several processes share count once, but only when the answer depends on it: resident memory is cheap to read
+        # but counts them for each process, and the exact proportional set size is slow.
         began = time.monotonic()
         processes = psutil.Process().children(recursive=True)
 

@@ -26,9 +26,7 @@ Turns = Sequence[Sequence[Mapping[str, Any]]]
 FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
 """Best score of the functions whose best score is not 1."""
 TRAILING_PENALTY = 0.001
-"""Deduction for one character after the closing answer tag."""
 SHORT_ANSWER_CHARS = 100
-"""Longest answer that `style` calls short."""
 REPETITION_WINDOW = 100_000
 """Characters at the end that are searched for repetition: a degenerate model loops there. It keeps 1 MB below 100 ms."""
 MAX_WORD_CHARS, PIECE_CHARS = 32, 8
@@ -180,7 +178,6 @@ def environment(
 
 
 def _turn_lengths(completion_ids: Sequence[Sequence[int]], turns: Turns | None) -> list[list[int]]:
-    """Tokens of each turn of the policy."""
     if turns is None:
         return [[len(ids)] for ids in completion_ids]
     return [[turn["end"] - turn["start"] for turn in each] for each in turns]

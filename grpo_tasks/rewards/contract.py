@@ -43,9 +43,7 @@ from schemas.errors import RewardError
 from schemas.prompts import PromptRow
 
 SHOWN_CHARS = 200
-"""Characters of a completion shown in an error."""
 PLAYED = frozenset({"messages", "turns", "environment_reward", "environments"})
-"""Arguments of a call where tools or an environment answer."""
 ARGUMENTS = (
     frozenset({"prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"}) | PLAYED
 )
@@ -58,10 +56,8 @@ MAX_METRICS, MAX_METRIC_CHARS, MAX_EXTRAS, MAX_EXTRA_CHARS = 64, 100, 8, 300
 MAX_GOLD_CHARS = 100_000
 """Characters kept of a completion that a user's function makes for the lab."""
 MAX_TEXT_CHARS = 4_000
-"""Maximum length of any text of a fault."""
 
 Extra = float | str | None
-"""One value passed to log_extra."""
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARS)]
 ReportedExtra = Annotated[str, Field(max_length=MAX_EXTRA_CHARS)] | FiniteFloat | None
@@ -145,7 +141,6 @@ class FunctionScores:
     scores: list[FiniteFloat | None]
     """One per completion; None where the function does not apply."""
     seconds: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
-    """Time inside the function."""
     tokens: dict[int, list[FiniteFloat]] = field(default_factory=dict)
     """Scores of single tokens, by index of the completion, for completions that the function scored token by token."""
     metrics: Annotated[dict[MetricName, FiniteFloat], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
@@ -162,13 +157,10 @@ class RewardFault:
     detail: Text
     """What happened. It completes a sentence that begins with the name of the function."""
     source: Text = ""
-    """File, line and function of the exception in the user's own code, when known."""
     index: int | None = None
-    """Index of the completion in the batch, when known."""
     fix: Text = ""
     """What to do. Empty: the general advice of `reward_error`."""
     arguments: Text = ""
-    """Types and sizes of the arguments of the call, for an exception."""
 
 
 def applicable(name: str, batch: ScoreBatch, tasks: TaskRewards) -> list[int]:

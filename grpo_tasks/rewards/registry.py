@@ -46,11 +46,7 @@ class RewardFunction:
 
 
 def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, completion: CompletionConfig) -> RewardFunction:
-    """The callable of one entry, with its parameters bound, of its resolved settings (`reward.function` is set).
-
-    Raises:
-        ConfigError: the function cannot be imported, is not callable, or has no such parameter.
-    """
+    """The callable of one entry, by its resolved settings; ConfigError: it cannot be imported or called, or has no such param."""
     place = f"rewards.functions.{name}"
     if reward.judge is not None:
         _refuse_unknown(reward.params, [], place=place)

@@ -40,7 +40,6 @@ from schemas.prompts import PLAIN
 from schemas.secret import hide
 
 MAX_SHOWN, MAX_CHARS = 10, 700
-"""Arguments that are described in a fault, and characters of the description."""
 _IN_STRING = re.compile(r"'(?:list|dict)' object has no attribute '(\w+)'")
 _OF_MATCH = re.compile(r"'NoneType' object has no attribute '(group|groups|groupdict|start|end|span)'")
 _NOT_STRINGS = ("expected string or bytes-like object", "expected str instance", "must be str, not", "can only concatenate str")
@@ -68,35 +67,29 @@ class Functions:
 
     def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Call a function: {"scores"} or {"fault"}."""
-        found = _called(self._loaded[request["name"]], request)
-        fields = asdict(found)
-        if isinstance(found, FunctionScores):
-            return {"scores": fields}
-        return {"fault": {name: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for name, text in fields.items()}}
-
-
-def _called(function: RewardFunction, request: Mapping[str, Any]) -> FunctionScores | RewardFault:
-    began = time.perf_counter()
-    # Counted before the call, because the function may change the lists that it receives.
-    lengths = [len(ids) for ids in request["completion_ids"]]
-    spans = [one.pop("spans") for one in request["played"]]
-    columns = sorted(request["columns"])
-    notes = Notes()
-    arguments = call_arguments(request, notes, as_text=function.as_text)
-    try:
-        scores, tokens = check_result(function.call(**arguments), lengths, spans)
-        return FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
-    except ContractError as error:
-        return error.fault
-    except NotPlayedError:
-        # Of a completion that the lab has made up. Samples of the base model have environments.
-        return FunctionScores([None] * len(lengths), time.perf_counter() - began)
-    except RewardError as error:
-        kind: Literal["raised", "unavailable"] = "unavailable" if isinstance(error, JudgeUnavailableError) else "raised"
-        return RewardFault(kind, error.message, source=error.place, fix=error.fix)
-    # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return raised(error, arguments, columns, function.module)
+        function, notes, began = self._loaded[request["name"]], Notes(), time.perf_counter()
+        # Counted before the call, because the function may change the lists that it receives.
+        lengths = [len(ids) for ids in request["completion_ids"]]
+        spans = [one.pop("spans") for one in request["played"]]
+        columns = sorted(request["columns"])
+        arguments = call_arguments(request, notes, as_text=function.as_text)
+        try:
+            scores, tokens = check_result(function.call(**arguments), lengths, spans)
+            extras = notes.extras(len(lengths))
+            return {"scores": asdict(FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), extras))}
+        except ContractError as error:
+            fault = error.fault
+        except NotPlayedError:
+            # Of a completion that the lab has made up. Samples of the base model have environments.
+            return {"scores": asdict(FunctionScores([None] * len(lengths), time.perf_counter() - began))}
+        except RewardError as error:
+            kind: Literal["raised", "unavailable"] = "unavailable" if isinstance(error, JudgeUnavailableError) else "raised"
+            fault = RewardFault(kind, error.message, source=error.place, fix=error.fix)
+        # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            fault = raised(error, arguments, columns, function.module)
+        cut = {name: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for name, text in asdict(fault).items()}
+        return {"fault": cut}
 
 
 class Notes:
@@ -161,12 +154,7 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         # Lists of their own: a function may change what it receives.
         given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
         given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
-        # As TRL passes environments, as far as rewards read them: their public attributes after the last turn.
-        known = [one["turns"][-1]["info"].get("environment") if one["turns"] else None for one in played]
-        given["environments"] = [
-            SimpleNamespace(**(state if isinstance(state, dict) else {})) if one["answered"] else _NotPlayed()
-            for one, state in zip(played, known, strict=True)
-        ]
+        given["environments"] = [_environment(one) for one in played]
     return {
         **request["columns"],
         **given,
@@ -186,6 +174,14 @@ class NotPlayedError(AttributeError):
 class _NotPlayed:
     def __getattr__(self, name: str) -> Any:
         raise NotPlayedError(f"no environment has played, so it has no {name}")
+
+
+def _environment(played: Mapping[str, Any]) -> Any:
+    """What TRL passes as environment, as far as rewards read it: its public attributes after the last turn."""
+    if not played["answered"]:
+        return _NotPlayed()
+    known = played["turns"][-1]["info"].get("environment") if played["turns"] else None
+    return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
 
 
 def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:
@@ -270,7 +266,6 @@ def _causes(
 
 
 def _described(arguments: Mapping[str, Any]) -> str:
-    """The arguments that are lists, with their types and sizes."""
     lists = {name: value for name, value in arguments.items() if isinstance(value, list)}
     # What a function is about comes first, and columns after it.
     first = ["completions", "prompts", "completion_ids", "answer"]

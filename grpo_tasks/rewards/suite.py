@@ -27,7 +27,6 @@ from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.metrics import logged
 
 SHRINK = 0.9
-"""Factor applied when the success rate is high."""
 MIN_SCALE, MAX_SCALE = 0.25, 4.0
 """Smallest and largest weight, as a multiple of the configured one."""
 

@@ -26,7 +26,6 @@ from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
 
 LOAD_LIMIT_S = 300.0
-"""Time limit for importing all functions. A user's function may load a model."""
 SEARCH_GRACE_S = 0.5
 """Added to the time limit of each call while the failing completion is searched: the overhead of a call."""
 MAX_LOADED_BYTES, GOLD_BYTES = 2**20, 12 * MAX_GOLD_CHARS + 8
@@ -98,7 +97,7 @@ class RewardWorker(WorkerProcess):
         names: the functions to load.
         completion: what an answer is, for the built-in functions. None: the defaults of the section.
         tasks: the functions that apply to each task; see contract.py.
-        log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
+        log: file that receives the beginning of what the functions print during each call.
 
     Raises:
         ConfigError: on entry, when a function cannot be loaded.
@@ -221,7 +220,6 @@ class RewardWorker(WorkerProcess):
     def _ask(
         self, what: str, message: Mapping[str, Any], shape: type[Shape], limit_s: float, max_bytes: int, label: str = ""
     ) -> Shape | RewardFault:
-        """Send a request and read its reply. A fault ends the worker."""
         reply = self.exchange(what, message, shape, limit_s=limit_s, max_bytes=max_bytes, label=label)
         if not isinstance(reply, WorkerFault):
             return reply

@@ -15,9 +15,9 @@ from grpo_tasks.rewards.contract import RewardFault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import DataError
+from schemas.prompts import PromptRow
 from tests.answers.test_equality import HOSTILE
 from tests.data.test_sources import BROKEN, UNREADABLE, faults, load
-from tests.rewards.conftest import PlainRow
 from tests.rewards.test_builtin import GAMES, LONG, OF_TEXT, TAGS, score, total
 from tests.rewards.test_worker import BREACHES, FUNCTIONS, LIMIT_S
 
@@ -103,7 +103,7 @@ def _listings() -> Iterator[Line]:
 
 
 def _functions() -> Iterator[Line]:
-    row = PlainRow("0" * 16, "train.jsonl", 1, [{"role": "user", "content": "What is 15 + 27?"}], "42")
+    row = PromptRow("0" * 16, "train.jsonl", 1, ({"role": "user", "content": "What is 15 + 27?"},), "42", 9, {})
     batch = batch_of([row, row], ["good", "bad"], [[1], [2]], step=1)
     named = 0
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

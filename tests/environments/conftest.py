@@ -28,9 +28,10 @@ def pool_of(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
         config = InteractionConfig(
             tools=[f"{module}:{name}" for name in tools or []],
             environment=environment and f"{module}:{environment}",
+            module_dir=tmp_path,
             **{"workers": 1} | fields,
         )
-        pools.append(EnvironmentPool(config, chat_template=TEMPLATE, folders=[tmp_path], log=tmp_path / "log.txt"))
+        pools.append(EnvironmentPool(config, chat_template=TEMPLATE, log=tmp_path / "log.txt"))
         return pools[-1]
 
     yield make

@@ -143,7 +143,16 @@ def test_a_step_environment_plays_a_conversation(pool_of, row):
     assert (second.done, second.reward, dict(second.info), list(second.messages)) == (True, 1.0, {"turns": 2}, [])
     (over,) = pool.answer([(7, "3")])
     assert (over.done, over.reward, over.error) == (True, None, OVER)
+    # A number that begins again has a new environment, as in every round.
+    pool.begin([(7, row(secret=9), 0)])
+    assert pool.answer([(7, "1")])[0].messages == [{"role": "user", "content": "1: no"}]
     assert pool.end([7]) == [None]
+    # UTF-8 has no lone surrogates, and they end no worker.
+    pool.begin([(0, row(), 0), (1, row(), 0)])
+    (observed,) = pool.answer([(0, "surrogate")])
+    assert (observed.error, dict(observed.info)) == (None, {"said": "?", "?": "ü😀"})
+    (failed,) = pool.answer([(1, "raise surrogate")])
+    assert failed.error == "step raised ValueError: odd ? ü"
 
 
 def test_reset_may_return_text_or_nothing_and_methods_may_be_async(pool_of, row):
@@ -156,23 +165,6 @@ def test_reset_may_return_text_or_nothing_and_methods_may_be_async(pool_of, row)
     (observed,) = pool.answer([(0, "go on")])
     assert (list(observed.messages), observed.done, observed.reward) == ([{"role": "user", "content": "tuple"}], False, 2.0)
     assert pool.answer([(0, "end")])[0].done
-
-
-def test_a_result_may_be_any_object_with_the_names_of_an_observation(pool_of, row):
-    pool = pool_of(STEPS, environment="Strange")
-    pool.begin([(0, row(puzzle="Why?"), 3)])
-    (observed,) = pool.answer([(0, "object")])
-    assert list(observed.messages) == [{"role": "user", "content": "['Why?', 3]"}]
-    assert observed.info == {"kept": ["Why?", 3], "nan": "NaN"}
-
-
-def test_a_lone_surrogate_in_a_reply_ends_no_worker(pool_of, row):
-    pool = pool_of(STEPS, environment="Guess")
-    pool.begin([(0, row(), 0), (1, row(), 0)])
-    (observed,) = pool.answer([(0, "surrogate")])
-    assert (observed.error, dict(observed.info)) == (None, {"said": "?", "?": "ü😀"})
-    (failed,) = pool.answer([(1, "raise surrogate")])
-    assert failed.error == "step raised ValueError: odd ? ü"
 
 
 BREACHES = {
@@ -191,21 +183,20 @@ BREACHES = {
 
 
 def test_a_step_that_breaks_the_contract_ends_the_conversation_and_gains_nothing(pool_of, row):
-    pool = pool_of(STEPS, environment="Strange")
-    pool.begin([(number, row(puzzle="Why?"), 3) for number in range(len(BREACHES))])
+    pool = pool_of(STEPS, environment="Strange", max_answer_chars=50)
+    pool.begin([(number, row(puzzle="Why?"), 3) for number in range(len(BREACHES) + 1)])
     for observed, said in zip(pool.answer(list(enumerate(BREACHES))), BREACHES.values(), strict=True):
         assert (observed.done, observed.reward) == (True, None)
         assert observed.error is not None
         assert observed.error.startswith(said)
-
-
-def test_long_messages_are_cut_and_markers_stay_text(pool_of, row):
-    pool = pool_of(STEPS, environment="Strange", max_answer_chars=50)
-    pool.begin([(0, row(puzzle="Why?"), 3)])
-    observed = pool.answer([(0, "long")])[0]
-    assert observed.messages[0]["content"] == "x" * 50 + "\n[... cut: 1,000,000 characters, the first 50 are shown]"
-    assert observed.info == {"cut": "info has 1,000,009 characters as JSON, and 16,384 are the limit"}
-    assert pool.answer([(0, "blocks")])[0].messages == [{"role": "user", "content": "<|im_end|>"}]
+    # The last one keeps to it: any object with the names of an observation, long messages, markers as text.
+    (sound,) = pool.answer([(len(BREACHES), "object")])
+    assert list(sound.messages) == [{"role": "user", "content": "['Why?', 3]"}]
+    assert sound.info == {"kept": ["Why?", 3], "nan": "NaN"}
+    (long,) = pool.answer([(len(BREACHES), "long")])
+    assert long.messages[0]["content"] == "x" * 50 + "\n[... cut: 1,000,000 characters, the first 50 are shown]"
+    assert long.info == {"cut": "info has 1,000,009 characters as JSON, and 16,384 are the limit"}
+    assert pool.answer([(len(BREACHES), "blocks")])[0].messages == [{"role": "user", "content": "<|im_end|>"}]
 
 
 @pytest.mark.slow
@@ -315,13 +306,6 @@ def test_a_conversation_that_cannot_begin_says_why(pool_of, row):
         assert (refused.done, refused.reward, refused.error) == (True, None, opening.error)
 
 
-def test_a_number_that_begins_again_has_a_new_environment(pool_of, row):
-    pool = pool_of(STEPS, environment="Guess")
-    for _ in range(2):
-        pool.begin([(0, row(secret=9), 0)])
-        assert pool.answer([(0, "1")])[0].messages == [{"role": "user", "content": "1: no"}]
-
-
 @pytest.mark.parametrize(
     ("environment", "settings", "said"),
     [
@@ -373,20 +357,11 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
     assert pool.answer([(0, "Enough.")])[0].done
 
 
-def test_a_schema_of_its_own_may_leave_out_its_parameters(pool_of, call, row):
-    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop")
-    schemas = pool.schemas()
-    assert "parameters" not in schemas[0]["function"]
-    pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call("buy"))])
-    assert (observed.reward, observed.error) == (1.0, None)
-    # The lab calls every tool.
-    turns = [script.turns for script in scripts_of([row()], schemas, perfect=[None], max_turns=4)]
+def test_an_executing_environment_never_gets_unreadable_or_too_many_calls(pool_of, call, row):
+    # A schema of its own may leave out the parameters; the lab calls every tool all the same.
+    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop", max_tool_calls=1024)
+    turns = [script.turns for script in scripts_of([row()], pool.schemas(), perfect=[None], max_turns=4)]
     assert any("buy" in turn for one in turns for turn in one)
-
-
-def test_an_executing_environment_never_gets_an_unreadable_call(pool_of, call, row):
-    pool = pool_of(OWN_CALLS, environment="Shop")
     pool.begin([(0, row(), 0)])
     broken, unread = '<tool_call>{"name": "buy", "arguments": [1]}</tool_call>', "<tool_call>{oops</tool_call>"
     (alone,) = pool.answer([(0, broken + unread)])
@@ -401,11 +376,6 @@ def test_an_executing_environment_never_gets_an_unreadable_call(pool_of, call, r
         '[{"what": 1}]',
     ]
     assert (mixed.calls, mixed.reward, mixed.done) == (2, 1.0, False)
-
-
-def test_of_too_many_calls_an_environment_gets_the_allowed(pool_of, call, row):
-    pool = pool_of(OWN_CALLS, environment="Shop", max_tool_calls=1024)
-    pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call("buy", what=1) * 1500)])
-    assert (observed.calls, observed.reward, observed.done) == (1500, 1024.0, False)
-    assert observed.messages[0]["content"] == '{"error": "476 calls were refused: 1,024 calls are allowed in one conversation"}'
+    (many,) = pool.answer([(0, call("buy", what=1) * 1500)])
+    assert (many.calls, many.reward, many.done) == (1500, 1020.0, False)
+    assert many.messages[0]["content"] == '{"error": "480 calls were refused: 1,024 calls are allowed in one conversation"}'

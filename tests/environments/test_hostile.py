@@ -106,14 +106,6 @@ def test_answers_of_any_length_and_content_are_bounded_and_execute_nothing(playe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tags", ["<think>{}</think>", "<think>{}", "{}</think>It is 5."])
-def test_a_call_in_the_reasoning_is_no_call(played, call, honest, tags):
-    (only,), reward = played(tags.format(call("add", a=2, b=3)))
-    assert (only.done, only.error, only.calls, list(only.messages)) == (True, None, 0, [])
-    assert reward == -1.0 < honest
-
-
-@pytest.mark.slow
 def test_a_thousand_calls_are_bounded_together_and_pay_no_more_than_one(played, call, honest):
     many = call("much") * 2 + call("add", a=2, b=3) * 998
     (answered, again, _), reward = played(many, many, "It is 5.")

@@ -59,8 +59,8 @@ def own(verifiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def pool_for(name: str, folder: Path, **arguments) -> EnvironmentPool:
     settings = {"id": name, "arguments": arguments}
-    config = InteractionConfig(environment=ADAPTER, settings=settings, workers=1, timeout_s=60.0)
-    return EnvironmentPool(config, chat_template=TEMPLATE, folders=[folder])
+    config = InteractionConfig(environment=ADAPTER, settings=settings, module_dir=folder, workers=1, timeout_s=60.0)
+    return EnvironmentPool(config, chat_template=TEMPLATE)
 
 
 def rows_of(name: str, folder: Path, **arguments) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What the parent accepts from a process that runs a user's code, and that nothing of it is left."""
+"""What the parent accepts from the process of tools; tests/rewards has what hostile code can do to such a process."""
 
 import json
 import time
@@ -8,35 +8,10 @@ import pytest
 
 from grpo_tasks.environments import worker
 from grpo_tasks.processes.worker_process import MalformedReplyError
-from tests.processes.waiting import has_ended, until
+from tests.processes.waiting import until
 
 TOOLS = '''
-import os, subprocess, sys, threading
-
-def sockets():
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                yield int(name)
-        except OSError:
-            pass
-
-def forge() -> str:
-    """Writes to the socket of the worker."""
-    for descriptor in sockets():
-        os.write(descriptor, b'GRPO' + (20).to_bytes(8, "big") + b'{"request": "00000"}')
-    return "done"
-
-def announce() -> str:
-    """Announces a reply without end."""
-    for descriptor in sockets():
-        os.write(descriptor, b'GRPO' + (2**60).to_bytes(8, "big"))
-    return "done"
-
-def start() -> int:
-    """Starts a process that detaches itself."""
-    source = "import os, time; os.setsid(); time.sleep(600)"
-    return subprocess.Popen([sys.executable, "-c", source]).pid
+import os, threading
 
 def end_later() -> int:
     """Starts a thread that ends the process."""
@@ -62,33 +37,12 @@ def add(a: int, b: int) -> int:
 '''
 
 
-@pytest.mark.parametrize("tool", ["forge", "announce"])
-def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, call, row, tool):
-    pool = pool_of(TOOLS, tools=[tool, "add"], timeout_s=20.0)
-    pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call(tool) + call("add", a=1, b=2))])
-    refused, answered = [message["content"] for message in observed.messages]
-    assert "on the socket of its worker process" in json.loads(refused)["error"]
-    assert answered == "3"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (34, "SIGRTMIN"), (40, "40")])
-def test_a_process_that_any_signal_ends_is_named(pool_of, call, row, number, name):
+def test_a_process_that_any_signal_ends_is_named(pool_of, call, row):
     pool = pool_of(TOOLS, tools=["kill_itself"])
-    pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call("kill_itself", number=number))])
-    assert json.loads(observed.messages[0]["content"]) == {"error": f"kill_itself ended its worker process (signal {name})"}
-
-
-def test_nothing_that_a_tool_has_started_is_left(pool_of, call, row):
-    pool = pool_of(TOOLS, tools=["start"])
-    pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call("start"))])
-    pid = int(observed.messages[0]["content"])
-    assert psutil.pid_exists(pid)
-    pool.close()
-    until(lambda: has_ended(pid))
+    for number, name in ((11, "SIGSEGV"), (40, "40")):
+        pool.begin([(0, row(), 0)])
+        (observed,) = pool.answer([(0, call("kill_itself", number=number))])
+        assert json.loads(observed.messages[0]["content"]) == {"error": f"kill_itself ended its worker process (signal {name})"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_tasks.judging.judge import Case, Judge, compared
 from schemas.errors import JudgeUnavailableError, RewardError
-from tests.judging.endpoint import Endpoint, good, serving
+from tests.judging.endpoint import Endpoint
 
 TEXTS = ["bad", "good", "good good", "good good good good"]
 
@@ -60,11 +60,9 @@ def test_pairs_are_asked_in_both_orders(settings, endpoint):
     found = scores(settings(mode="pairwise", opponents=3))
     assert found.scores == [0.0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
     assert len(endpoint.requests) == 12
-
-
-def test_a_judge_that_always_prefers_the_first_gives_everybody_the_same(settings, endpoint):
+    # A judge that always prefers the first gives everybody the same.
     endpoint.opinion = lambda *_: {"winner": "a"}
-    assert scores(settings(mode="pairwise", opponents=3)).scores == [0.5] * 4
+    assert scores(settings(mode="pairwise", opponents=3, temperature=0.5)).scores == [0.5] * 4
 
 
 def test_a_reference_is_the_opponent_of_every_completion(settings, endpoint):
@@ -87,8 +85,14 @@ def test_the_median_of_several_votes_counts(settings, endpoint):
     assert [body["seed"] for body in endpoint.requests] == [0, 1, 2]
 
 
-def test_a_question_is_asked_once_in_this_run_and_in_later_ones(settings, endpoint):
-    first = scores(settings())
+def test_a_question_is_asked_once_and_its_verdict_is_on_record(settings, endpoint, tmp_path):
+    first = scores(settings(input_price=10.0, output_price=50.0))
+    base = sqlite3.connect(tmp_path / "cache" / "verdicts.sqlite")
+    messages, reply, problem, cost = base.execute("SELECT messages, reply, problem, cost FROM verdicts").fetchone()
+    base.close()
+    assert "Is it clear?" in json.loads(messages)[0]["content"]
+    assert json.loads(reply)["criteria"]["clarity"]["points"] in range(5)
+    assert (problem, cost) == ("", pytest.approx((100 * 10 + 20 * 50) / 1e6))
     again = scores(settings())
     twice = scores(settings(), ["good", "good"])
     assert again.scores == first.scores
@@ -98,17 +102,6 @@ def test_a_question_is_asked_once_in_this_run_and_in_later_ones(settings, endpoi
     # Another rubric is another question.
     scores(settings(rubric=[{"name": "clarity", "description": "Is it short?"}]), ["good"])
     assert len(endpoint.requests) == 5
-
-
-def test_every_verdict_is_recorded_with_its_prompt_and_cost(settings, tmp_path):
-    scores(settings(input_price=10.0, output_price=50.0), ["good"])
-    base = sqlite3.connect(tmp_path / "cache" / "verdicts.sqlite")
-    [(messages, reply, problem, cost)] = base.execute("SELECT messages, reply, problem, cost FROM verdicts").fetchall()
-    base.close()
-    assert "Is it clear?" in json.loads(messages)[0]["content"]
-    assert json.loads(reply)["criteria"]["clarity"]["points"] == 1
-    assert problem == ""
-    assert cost == pytest.approx((100 * 10 + 20 * 50) / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +145,16 @@ def test_a_busy_endpoint_is_asked_again(settings, endpoint):
 
 def test_an_endpoint_that_refuses_stops_at_once_and_shows_no_key(settings, endpoint, monkeypatch):
     monkeypatch.setenv("MY_JUDGE_KEY", "sk-very-secret-1234567")
-    endpoint.failures = [(401, {}, "invalid key sk-very-secret-1234567")]
-    with pytest.raises(RewardError) as caught:
-        scores(settings(api_key_variable="MY_JUDGE_KEY", max_outage_s=60.0), ["good"])
-    assert not isinstance(caught.value, JudgeUnavailableError)
-    assert "HTTP 401" in caught.value.message
-    assert "very-secret" not in str(caught.value)
+    for status, said in ((401, "invalid key sk-very-secret-1234567"), (400, "response_format json_schema is not supported")):
+        endpoint.failures = [(status, {}, said)]
+        with pytest.raises(RewardError, match=f"HTTP {status}") as caught:
+            scores(settings(api_key_variable="MY_JUDGE_KEY", max_outage_s=60.0), ["good"])
+        assert not isinstance(caught.value, JudgeUnavailableError)
+        assert "very-secret" not in str(caught.value)
     assert endpoint.headers[0]["Authorization"] == "Bearer sk-very-secret-1234567"
+    monkeypatch.delenv("MY_JUDGE_KEY")
+    with pytest.raises(RewardError, match="MY_JUDGE_KEY is not set"):
+        scores(settings(api_key_variable="MY_JUDGE_KEY"), ["good"])
 
 
 TOO_LONG = [
@@ -189,13 +185,6 @@ def test_a_completion_too_long_for_the_judge_stays_unjudged(settings, endpoint, 
     base.close()
 
 
-def test_any_other_refusal_of_the_request_stops_the_run(settings, endpoint):
-    endpoint.failures = [(400, {}, "response_format json_schema is not supported")]
-    with pytest.raises(RewardError, match="HTTP 400") as caught:
-        scores(settings(max_outage_s=60.0), ["good"])
-    assert not isinstance(caught.value, JudgeUnavailableError)
-
-
 def test_a_kept_connection_has_the_time_limit_of_a_request(settings, endpoint):
     endpoint.spaces, endpoint.pause_s = 3, 0.05
     assert scores(settings(request_timeout_s=30.0), ["good"]).scores == [0.25]
@@ -217,13 +206,6 @@ def test_a_reply_without_end_is_no_verdict(settings, endpoint, tmp_path, monkeyp
     base.close()
 
 
-def test_a_key_that_is_not_set_is_named(settings, endpoint, monkeypatch):
-    monkeypatch.delenv("MY_JUDGE_KEY", raising=False)
-    with pytest.raises(RewardError, match="MY_JUDGE_KEY is not set"):
-        scores(settings(api_key_variable="MY_JUDGE_KEY"), ["good"])
-    assert endpoint.requests == []
-
-
 def test_an_outage_stops_after_the_limit_and_keeps_what_was_judged(settings, endpoint):
     scores(settings(), ["good"])
     endpoint.down = True
@@ -234,26 +216,9 @@ def test_an_outage_stops_after_the_limit_and_keeps_what_was_judged(settings, end
     assert scores(settings()).tally.cached == 1
 
 
-def test_the_run_waits_for_an_endpoint_that_comes_back(settings, endpoint):
-    endpoint.failures = [(503, {}, "starting")] * 2
-    assert scores(settings(max_outage_s=60.0), ["good"]).scores == [0.25]
-
-
-def test_no_server_at_all_is_an_outage(settings):
-    endpoint = Endpoint(None)
-    with serving(endpoint) as url:
-        pass
-    with pytest.raises(JudgeUnavailableError):
-        scores(settings(base_urls=[url]), ["good"])
-
-
 def test_a_damaged_cache_is_named_with_a_fix(settings, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "verdicts.sqlite").write_bytes(b"not a database" * 1_000)
     with pytest.raises(RewardError, match="cannot be read") as caught:
         Judge(settings())
     assert "judge.cache" in caught.value.fix
-
-
-def test_the_opinion_of_the_test_judge_is_what_it_says():
-    assert [good(text) for text in TEXTS] == [0, 1, 2, 4]

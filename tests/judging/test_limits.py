@@ -10,6 +10,7 @@ import pytest
 
 from grpo_tasks.judging.judge import Case, Judge
 from grpo_tasks.judging.store import Entry, JudgeLimits, VerdictStore
+from grpo_tasks.kit import share
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint
 from tests.judging.test_judge import scores
@@ -159,7 +160,9 @@ def test_a_stage_on_several_machines_gets_the_share_of_each(settings, endpoint, 
     assert endpoint.most_in_flight <= 2
 
 
-def test_waiting_for_a_limit_is_no_outage(settings, endpoint):
+def test_waiting_for_a_limit_is_no_outage(settings, endpoint, monkeypatch):
+    # Shorter than an outage may last, which is shorter than the pause of the limit.
+    monkeypatch.setattr(share, "FIRST_REST_S", 0.3)
     answer, count = endpoint.answer, []
 
     def second_fails(body):

@@ -1,4 +1,4 @@
-"""A judge behind several addresses: they share the work, and one that fails is left out while others answer."""
+"""A judge behind several addresses: one that fails is left out while others answer. How they share is in tests/kit."""
 
 import pytest
 
@@ -26,21 +26,6 @@ def judged(settings, count):
     return found
 
 
-def test_addresses_share_the_requests(two):
-    one, other, settings = two
-    one.delay_s = other.delay_s = 0.05
-    judged(settings(max_concurrency=4), 12)
-    assert len(one.requests) + len(other.requests) == 12
-    assert min(len(one.requests), len(other.requests)) >= 4
-
-
-def test_a_slow_address_gets_less(two):
-    one, other, settings = two
-    one.delay_s = 1.0
-    judged(settings(max_concurrency=2), 10)
-    assert len(other.requests) > len(one.requests) > 0
-
-
 @pytest.mark.parametrize("how", ["busy", "away"])
 def test_one_that_fails_is_left_out_while_the_other_answers(two, how, monkeypatch):
     monkeypatch.setattr(share, "FIRST_REST_S", 60.0)
@@ -55,15 +40,6 @@ def test_one_that_fails_is_left_out_while_the_other_answers(two, how, monkeypatc
     judged(settings(max_outage_s=0.0, **changes), 8)
     assert len(one.requests) == (1 if how == "busy" else 0)
     assert len(other.requests) == 8
-
-
-def test_one_that_comes_back_is_asked_again(two, monkeypatch):
-    monkeypatch.setattr(share, "FIRST_REST_S", 0.0)
-    one, other, settings = two
-    one.failures = [(503, {}, "starting")]
-    judged(settings(), 8)
-    assert len(one.requests) > 2
-    assert len(one.requests) + len(other.requests) == 9
 
 
 def test_an_outage_of_all_names_all(two):

@@ -1,8 +1,6 @@
 """The lab lets good rewards through and stops bad ones by name, before any training."""
 
-import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -84,10 +82,6 @@ FUNCTIONS = """
         scores = good(prompts, completions, answer)
         return [score if name == "sums" else None for score, name in zip(scores, task)]
 
-    def prints(prompts, completions, **columns):
-        print("by print")
-        return [1.0] * len(completions)
-
     def sample_breaker(prompts, completions, **columns):
         return [float("nan") if text == "unheard of" else 1.0 for text in texts(completions)]
 """
@@ -120,19 +114,15 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
         "format": ["incremental_format", "format"],
         "correctness": ["format", "correctness"],
         "everything": ["correctness", "format", "incremental_format", "length", "repetition", "style"],
+        "shape": ["format"],
+        "tags": ["incremental_format"],
+        "answers": ["correctness"],
     }
     findings = run_lab(run_config(stages, lab=SMALL), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     expected = {"contract", "determinism", "speed", "gaming", "gold", "order", "empty"}
     assert {check.check for check in findings.checks} == expected
     assert findings.forecasts == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
-def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
-    findings = run_lab(run_config({"only": [name]}, lab=SMALL), rows)
-    assert failed(findings) == set()
 
 
 @pytest.mark.slow
@@ -176,36 +166,20 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
 
 
 @pytest.mark.slow
-def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows):
-    findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
-    check = next(check for check in findings.checks if check.outcome == "failed")
-    assert check.probe == "every_answer"
-    assert "42 43" in check.completion
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "check"), [("somewhere", "gaming"), ("rewards_silence", "order"), ("rewards_silence", "empty")])
 def test_a_stage_whose_sum_pays_for_nothing_is_stopped(run_config, own_module, rows, name, check):
     findings = lab_of(run_config, own_module, {"first": [name]}, rows, functions=[name])
     assert f"stage:first/{check}" in failed(findings)
 
 
-def test_an_own_function_that_is_right_passes(run_config, own_module, rows):
-    findings = lab_of(run_config, own_module, {"first": ["format", "good"]}, rows, functions=["good"])
-    assert failed(findings) == set()
-
-
-def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, make_row):
-    mixed = [rows[0], make_row(9, "7", task="other")]
-    findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
-    assert failed(findings) == set()
+def test_a_function_may_not_apply_to_some_rows_or_completions(run_config, own_module, rows, make_row):
+    mixed, names = [rows[0], make_row(9, "7", task="other")], ["one_task", "some_none"]
+    findings = lab_of(run_config, own_module, {"first": ["format", *names]}, mixed, functions=names)
+    assert {
+        name for name in failed(findings) if name.startswith(("one_task", "some_none/contract", "some_none/applies"))
+    } == set()
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
     assert "does not apply to" in detail
-
-
-def test_returning_none_for_some_completions_is_no_fault(run_config, own_module, rows):
-    findings = lab_of(run_config, own_module, {"first": ["format", "some_none"]}, rows, functions=["some_none"])
-    assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
 
 
 @pytest.mark.slow
@@ -281,6 +255,7 @@ def test_the_table_holds_every_probe_with_every_score(run_config, rows):
     findings = run_lab(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
     table = findings.probes
     kinds = [probe.kind for probe in make_probes(rows[0], CompletionConfig())]
+    assert len({probe.text for probe in make_probes(rows[0], CompletionConfig())}) == len(kinds)
     assert table.height == 3 * len(kinds)
     assert table["prompt_id"].n_unique() == 3
     perfect = table.filter(pl.col("probe") == "perfect")
@@ -304,16 +279,6 @@ def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
     there, back = run_lab(config, rows), run_lab(config, rows[::-1])
     assert there.probes.equals(back.probes)
-
-
-def test_what_a_function_prints_reaches_only_the_log_of_the_step(run_config, own_module, make_row, capfd, tmp_path):
-    own_module(FUNCTIONS)
-    config = run_config(
-        {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}
-    )
-    run_lab(config, [make_row()], log=tmp_path / "log.txt")
-    assert capfd.readouterr() == ("", "")
-    assert "by print\n" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -349,11 +314,6 @@ def _gsm8k(run_config) -> RunConfig:
     return run_config(
         {"format": ["incremental_format", "format"], "correctness": ["format", "correctness"]}, lab=SMALL | {"num_rows": 32}
     )
-
-
-def test_probes_of_one_row_are_all_different(make_row):
-    texts = [hashlib.sha256(probe.text.encode()).hexdigest() for probe in make_probes(make_row(), CompletionConfig())]
-    assert len(texts) == len(set(texts))
 
 
 @pytest.mark.slow
@@ -495,21 +455,3 @@ def test_tags_other_than_the_configured_ones_are_named(run_config, own_module, r
     [check] = [check for check in run_lab(config, rows).checks if check.check == "same_score"]
     assert check.outcome == "warned"
     assert "its module looks for the tags think, and completion.tags are reasoning and answer" in check.detail
-
-
-def test_a_function_never_gets_rows_of_tasks_without_it(run_config, own_module, make_row):
-    own_module("""
-        def sums(completions, task, **kwargs):
-            assert set(task) == {"sums"}, task
-            return [float(len(chat[0]["content"])) for chat in completions]
-    """)
-    rows = [replace(make_row(line), task=task) for line, task in enumerate(["sums", "style", "sums", "style"], 1)]
-    functions = {"sums": {"function": "my_rewards:sums"}}
-    tasks = {"sums": {"rewards": ["sums"]}, "style": {"rewards": ["length"]}}
-    data = {"train": [{"path": "train.jsonl"}], "task_column": "task", "tasks": tasks}
-    config = run_config({"s": ["sums", "length"]}, rewards={"functions": functions}, lab={"num_rows": 4}, data=data)
-    findings = run_lab(config, rows)
-    assert failed(findings) == set()
-    table = findings.probes
-    assert table.filter(pl.col("line") % 2 == 0)["reward_sums"].null_count() == table.height // 2
-    assert table.filter(pl.col("line") % 2 == 1)["reward_sums"].null_count() == 0

@@ -2,34 +2,23 @@
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_tasks.rewards.contract import ScoreBatch, batch_of
-from grpo_tasks.rewards.worker import RewardWorker
+from grpo_tasks.rewards.worker import Loaded, RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
-
-
-@dataclass(frozen=True)
-class PlainRow:
-    prompt_id: str
-    source: str
-    line: int
-    messages: list[dict[str, str]]
-    answer: str | None
-    extra: dict[str, Any] = field(default_factory=dict)
-    answers: tuple[str, ...] | None = None
-    task: str = ""
+from schemas.errors import ConfigError, UserError
+from schemas.prompts import PromptRow
 
 
 @pytest.fixture(scope="session")
-def make_row() -> Callable[..., PlainRow]:
-    def make(line: int = 1, answer: str = "42", question: str = "What is 15 + 27?", **extra: Any) -> PlainRow:
-        return PlainRow(f"{line:016x}", "train.jsonl", line, [{"role": "user", "content": question}], answer, extra)
+def make_row() -> Callable[..., PromptRow]:
+    def make(line: int = 1, answer: str = "42", question: str = "What is 15 + 27?", **extra: Any) -> PromptRow:
+        return PromptRow(f"{line:016x}", "train.jsonl", line, ({"role": "user", "content": question},), answer, 9, extra)
 
     return make
 
@@ -70,6 +59,22 @@ def worker_of(request, own_module, rewards_config, tmp_path) -> Iterator[Callabl
     yield make
     for worker in opened:
         worker.close()
+
+
+@pytest.fixture
+def refusal_of(rewards_config) -> Iterator[Callable[..., UserError]]:
+    """The error of loading an entry, all in one process."""
+    worker = RewardWorker(rewards_config(), ["mine"])
+    worker.start()
+
+    def load(**entry: Any) -> UserError:
+        message = {"rewards": rewards_config(mine=entry).model_dump(mode="json"), "completion": {}, "names": ["mine"]}
+        reply = worker.exchange("load", message, Loaded, limit_s=60.0, max_bytes=2**20)
+        assert isinstance(reply.error, ConfigError), entry
+        return reply.error
+
+    yield load
+    worker.close()
 
 
 @pytest.fixture(scope="session")

@@ -40,31 +40,30 @@ def test_totals_are_the_weighted_sums(rewards_config, make_batch):
     assert scores.notes == []
 
 
-def test_two_entries_of_one_function_may_differ_in_parameters(rewards_config, make_batch):
+def test_settings_reach_the_built_in_functions(rewards_config, make_batch):
     config = rewards_config(
         short={"function": "length", "params": {"max_length": 5, "min_length": 1}, "weight": 1.0},
         long={"function": "length", "params": {"min_length": 1000, "max_length": 2000}, "weight": 1.0},
     )
-    with RewardSuite(config, ["short", "long"]) as suite:
-        raw = suite.score(make_batch("abcde")).raw
-    np.testing.assert_allclose(raw, [[1.0, 0.005]])
-
-
-def test_tags_and_equality_reach_the_built_in_functions(make_batch):
     completion = CompletionConfig.model_validate({"tags": {"reasoning": "think", "answer": "final"}, "equality": "choice"})
-    with RewardSuite(RewardsConfig(), ["format", "correctness"], completion=completion) as suite:
-        totals = suite.score(make_batch("<think>w</think><final>(B)</final>", HONEST, answer="B")).totals
-    np.testing.assert_array_equal(totals, [3.0, 0.0])
+    with RewardSuite(config, ["format", "correctness", "short", "long"], completion=completion) as suite:
+        raw = suite.score(make_batch("<think>w</think><final>(B)</final>", HONEST, "abcde", answer="B")).raw
+    np.testing.assert_array_equal(raw[:, :2], [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    np.testing.assert_allclose(raw[2, 2:], [1.0, 0.005])
 
 
-def test_none_leaves_a_function_out_of_the_sum(own_module, rewards_config, make_batch):
+def test_functions_may_not_apply_and_see_the_update(own_module, rewards_config, make_batch):
     own_module(FUNCTIONS)
-    config = rewards_config(some={"function": "my_rewards:some", "weight": 3.0})
-    with RewardSuite(config, ["some", "correctness"]) as suite:
-        scores = suite.score(make_batch(HONEST, "skip"))
-    assert np.isnan(scores.raw[1, 0])
-    np.testing.assert_array_equal(scores.totals, [8.0, 0.0])
-    np.testing.assert_array_equal(scores.success(), [1.0, 0.5])
+    names = ("some", "rises", "reports")
+    functions = {name: {"function": f"my_rewards:{name}", "weight": 3.0} for name in names}
+    with RewardSuite(rewards_config(**functions), [*names, "correctness"]) as suite:
+        scores = suite.score(make_batch(HONEST, "skip", step=12))
+        parts = [suite.score(make_batch("aa")), suite.score(make_batch("bbbb"))]
+    np.testing.assert_array_equal(scores.raw, [[2.0, 12.0, 1.0, 1.0], [np.nan, 12.0, 1.0, 0.0]])
+    np.testing.assert_array_equal(scores.totals, [6.0 + 36.0 + 3.0 + 2.0, 36.0 + 3.0])
+    np.testing.assert_array_equal(scores.success(), [1.0, 1.0, 1.0, 0.5])
+    assert parts[0].metrics == {"logged/reports/length": 2.0}
+    assert Scores.join(parts).metrics == {"logged/reports/length": 3.0}
 
 
 def test_a_failing_function_stops_the_run_by_default_and_is_named(own_module, rewards_config, make_batch):
@@ -95,20 +94,6 @@ def test_a_failure_that_does_not_stop_the_run_is_reported_every_time(own_module,
             assert np.isnan(scores.success()[1])
 
 
-def test_metrics_of_functions_are_averaged_over_an_update(own_module, rewards_config, make_batch):
-    own_module(FUNCTIONS)
-    with RewardSuite(rewards_config(reports={"function": "my_rewards:reports"}), ["format", "reports"]) as suite:
-        parts = [suite.score(make_batch("aa")), suite.score(make_batch("bbbb"))]
-    assert parts[0].metrics == {"logged/reports/length": 2.0}
-    assert Scores.join(parts).metrics == {"logged/reports/length": 3.0}
-
-
-def test_functions_see_the_update_they_are_asked_for(own_module, rewards_config, make_batch):
-    own_module(FUNCTIONS)
-    with RewardSuite(rewards_config(rises={"function": "my_rewards:rises"}), ["rises"]) as suite:
-        assert suite.score(make_batch("a", step=12)).totals.tolist() == [12.0]
-
-
 def test_success_is_counted_from_the_functions_own_full_score(rewards_config, make_batch):
     config = rewards_config(length={"full_score": 0.4, "params": {"min_length": 10, "max_length": 20}})
     with RewardSuite(config, ["length", "repetition"]) as suite:
@@ -124,32 +109,20 @@ def test_a_weight_grows_when_success_is_rare_and_shrinks_otherwise(make_batch):
         for scores in (rare, rare, common, common, rare, common):
             suite.adapt(scores)
             weights.append(suite.weights.tolist())
+        # The moved weight is the one that counts.
+        assert suite.score(make_batch(HONEST)).totals.tolist() == [pytest.approx(1.08 + 2.0)]
     assert [weight[0] for weight in weights] == pytest.approx([1.0, 1.2, 1.2, 1.08, 1.08, 1.08])
     assert {weight[1] for weight in weights} == {2.0}
 
 
-def test_the_moved_weight_is_the_one_that_counts(make_batch):
-    config = RewardsConfig.model_validate({"functions": {"format": {"adaptive": {"every_steps": 1}}}})
-    with RewardSuite(config, ["format"]) as suite:
-        suite.adapt(suite.score(make_batch("42")))
-        scores = suite.score(make_batch(HONEST))
-    assert scores.weights.tolist() == scores.totals.tolist() == [pytest.approx(1.2)]
-
-
-def test_weights_stay_within_their_bounds():
-    weight = AdaptiveWeight(AdaptiveWeightConfig(every_steps=1))
-    for _ in range(50):
-        weight.observe(0.0)
-    assert weight.scale == 4.0
-    for _ in range(50):
-        weight.observe(1.0)
-    assert weight.scale == 0.25
-
-
-def test_updates_without_knowledge_move_nothing():
+def test_weights_stay_within_their_bounds_and_move_by_knowledge_only():
     weight = AdaptiveWeight(AdaptiveWeightConfig(every_steps=1))
     weight.observe(None)
     assert weight.scale == 1.0
+    for share, bound in ((0.0, 4.0), (1.0, 0.25)):
+        for _ in range(50):
+            weight.observe(share)
+        assert weight.scale == bound
 
 
 def test_a_restored_suite_continues_as_if_never_stopped(make_batch):

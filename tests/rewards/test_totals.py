@@ -66,16 +66,11 @@ def test_the_reward_means_the_same_everywhere(raw):
     assert seen.share_with_signal == 1.0 - trained["frac_reward_zero_std"]
 
 
-def test_what_functions_log_is_among_the_figures_of_an_update():
-    rollout = scored(np.ones((8, 3)))
-    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"logged/a/brackets": 2.5}))
+def test_what_functions_log_is_a_figure_of_the_update_or_a_column():
+    rollout, logged = scored(np.ones((8, 3))), {"logged_a_verdict": ["good"] * 7 + [None]}
+    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"logged/a/brackets": 2.5}, extra=logged))
     gained = advantages(Rewards(torch.from_numpy(rollout.scores.raw), torch.from_numpy(rollout.scores.weights)), STAGE)
     assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
-
-
-def test_log_extra_is_a_column_of_the_completions_table():
-    rollout = scored(np.ones((8, 3)))
-    rollout = replace(rollout, scores=replace(rollout.scores, extra={"logged_a_verdict": ["good"] * 7 + [None]}))
     table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1, policy_version=0)
     assert table["logged_a_verdict"].to_pylist() == ["good"] * 7 + [None]
 
@@ -84,21 +79,6 @@ def test_a_function_for_half_of_the_completions_counts_half_when_held_out():
     raw = np.array([[1.0, np.nan, np.nan], [1.0, 1.0, np.nan]] * 4)
     # The weighted sum of the functions' means would be 1.5.
     assert held_out_metrics(scored(raw), stage_weights(STAGE, REWARDS))["eval_reward"] == 1.25
-
-
-def test_a_stage_is_judged_on_the_rows_its_functions_apply_to(own_module, run_config, make_row, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
-    own_module("""
-        import re
-        def one_task(prompts, completions, answer, task, **columns):
-            found = [re.findall("<answer>([^<>]*)</answer>", chat[0]["content"][-2000:]) for chat in completions]
-            return [float([truth] == one) if name == "sums" else None for one, truth, name in zip(found, answer, task)]
-    """)
-    rows = [make_row(line, str(line + 40), task="sums" if line % 2 else "others") for line in range(1, 5)]
-    config = run_config({"s": ["one_task"]}, rewards={"functions": {"one_task": {"function": "my_rewards:one_task"}}})
-    findings = run_lab(config, rows)
-    assert {check.outcome for check in findings.checks if check.check in ("order", "empty")} == {"passed"}
-    assert findings.probes.filter(answer="42")["total_s"].null_count() == findings.probes.filter(answer="42").height
 
 
 RESERVED_COLUMNS = {"trainer_state": 1, "log_metric": 2, "prompts": 3, "answer": 4, "ngram": 5, "level": 6}

@@ -1,15 +1,9 @@
 """Whatever a reward function does in its process, the caller gets scores or a fault, and no process is left."""
 
-import os
-import signal
-import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from grpo_tasks.rewards.contract import ContractError, FunctionScores, RewardFault, check_result
@@ -17,13 +11,12 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import ConfigError, RewardError
-from tests.processes.waiting import has_ended, until
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a test waits for a hang. Elsewhere 30 s, because the machine may be busy."""
 
 FUNCTIONS = """
-    import asyncio, ctypes, os, subprocess, sys, time
+    import asyncio, ctypes, os, sys, time
     import numpy as np
 
     def bad(completions):
@@ -95,10 +88,6 @@ FUNCTIONS = """
     def leaves(prompts, completions, **columns):
         os._exit(3)
 
-    def spawns(prompts, completions, **columns):
-        child = subprocess.Popen(["sleep", "300"])
-        return [float(child.pid)] * len(completions)
-
     def narrow(prompts, completions):
         return [1.0] * len(completions)
 
@@ -119,22 +108,37 @@ FUNCTIONS = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "scores"),
-    [
-        ("later", [0.5, 0.5, 0.5]),
-        ("judge", [0.25, 0.25, 0.25]),
-        ("arrays", [0.0, 1.0, 2.0]),
-        ("scalars", [0.5, 1.0, 1.0]),
-        ("narrow", [1.0, 1.0, 1.0]),
-    ],
-)
-def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch, name, scores):
-    outcome = worker_of(name).call(name, make_batch("a", "b", "c"), 30.0)
-    assert isinstance(outcome, FunctionScores)
-    assert outcome.scores == scores
-    assert outcome.seconds >= 0.0
+@pytest.fixture
+def worker_with(own_module, rewards_config):
+    """A worker with several functions of FUNCTIONS, one start for all of them."""
+    own_module(FUNCTIONS)
+    return lambda *names: RewardWorker(rewards_config(**{name: {"function": f"my_rewards:{name}"} for name in names}), names)
+
+
+SHAPES = {
+    "later": [0.5, 0.5, 0.5],
+    "judge": [0.25, 0.25, 0.25],
+    "arrays": [0.0, 1.0, 2.0],
+    "scalars": [0.5, 1.0, 1.0],
+    "narrow": [1.0, 1.0, 1.0],
+}
+
+
+def test_every_shape_of_function_and_result_is_understood(worker_with, make_batch):
+    with worker_with(*SHAPES, "reports", "reports_too_much", "per_token", "raises_at_length") as worker:
+        for name, scores in SHAPES.items():
+            outcome = worker.call(name, make_batch("a", "b", "c"), 30.0)
+            assert (outcome.scores, outcome.seconds >= 0.0) == (scores, True)
+        assert worker.call("reports", make_batch("bad", "good", "good", "good"), 30.0).metrics == {"share_of b": 0.25}
+        flood = worker.call("reports_too_much", make_batch("a"), 30.0)
+        assert "more than 64 different names" in flood.detail
+        assert "my_rewards.py:" in flood.source
+        batch = make_batch("a", "b")
+        tokens = worker.call("per_token", batch, 30.0).tokens
+        assert {index: len(values) for index, values in tokens.items()} == {0: 3, 1: 3}
+        outcome = worker.call("raises_at_length", make_batch("a"), 30.0)
+        assert (outcome.kind, len(outcome.detail) < 500) == ("raised", True)
+    assert "my_rewards" not in sys.modules, "own code is never imported by the parent"
 
 
 def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
@@ -143,19 +147,6 @@ def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
     outcome = worker.call("signature", make_batch("first", "second", step=7, level=3), 30.0)
     assert isinstance(outcome, FunctionScores), outcome
     assert (outcome.scores, outcome.tokens, outcome.metrics) == ([1.0, 1.0], {}, {"seen": 1.0})
-
-
-def test_log_metric_records_the_mean_and_log_extra_is_accepted(worker_of, make_batch):
-    outcome = worker_of("reports").call("reports", make_batch("bad", "good", "good", "good"), 30.0)
-    assert isinstance(outcome, FunctionScores)
-    assert outcome.metrics == {"share_of b": 0.25}
-
-
-def test_a_flood_of_metrics_is_a_fault_with_its_reason(worker_of, make_batch):
-    outcome = worker_of("reports_too_much").call("reports_too_much", make_batch("a"), 30.0)
-    assert isinstance(outcome, RewardFault)
-    assert "more than 64 different names" in outcome.detail
-    assert "my_rewards.py:" in outcome.source
 
 
 def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch):
@@ -180,82 +171,22 @@ BREACHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind", "words"), BREACHES)
-def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, kind, words):
-    outcome = worker_of(name).call(name, make_batch("good", "bad"), LIMIT_S.get(name, 30.0))
-    assert isinstance(outcome, RewardFault)
-    assert outcome.kind == kind
-    assert words in outcome.detail
+def test_every_breach_is_a_fault_and_the_next_call_is_answered(worker_with, make_batch):
+    with worker_with(*(name for name, *_ in BREACHES), "narrow") as worker:
+        for name, kind, words in BREACHES:
+            outcome = worker.call(name, make_batch("good", "bad"), LIMIT_S.get(name, 30.0))
+            assert isinstance(outcome, RewardFault), name
+            assert (outcome.kind, words in outcome.detail) == (kind, True), outcome
+            assert isinstance(worker.call("narrow", make_batch("good"), 30.0), FunctionScores)
 
 
 @pytest.mark.slow
-def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_of, make_batch):
-    outcome = worker_of("raises_at_length").call("raises_at_length", make_batch("a"), 30.0)
-    assert isinstance(outcome, RewardFault)
-    assert outcome.kind == "raised"
-    assert len(outcome.detail) < 500
-
-
-@pytest.mark.slow
-def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
-    outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
-    assert isinstance(outcome, RewardFault)
-    assert "my_rewards.py:" in outcome.source
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["raises", "hangs", "segfaults"])
-def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
+def test_the_completion_to_blame_is_found(worker_with, make_batch):
     completions = ["good"] * 11
     completions[6] = "bad"
-    assert worker_of(name).find_failing_completion(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hangs", "segfaults"])
-def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
-    worker = worker_of(name)
-    assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), RewardFault)
-    assert isinstance(worker.call(name, make_batch("good"), 30.0), FunctionScores)
-
-
-def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
-    worker = worker_of("spawns")
-    outcome = worker.call("spawns", make_batch("a"), 30.0)
-    assert isinstance(outcome, FunctionScores)
-    grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
-    worker.close()
-    assert not psutil.pid_exists(child)
-    until(lambda: has_ended(grandchild))
-
-
-@pytest.mark.slow
-def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
-    own_module(FUNCTIONS)
-    script = """
-        import sys
-        from grpo_tasks.rewards.contract import ScoreBatch
-        from grpo_tasks.rewards.worker import RewardWorker
-        from schemas.config.rewards import RewardsConfig
-        rewards = RewardsConfig.model_validate({"functions": {"hangs": {"function": "my_rewards:hangs"}}})
-        with RewardWorker(rewards, ["hangs"]) as worker:
-            print(worker._process.pid, flush=True)
-            worker.call("hangs", ScoreBatch([[]], ["bad"], [[1]], {}), 300.0)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    time.sleep(0.3)
-    assert psutil.pid_exists(child)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    until(lambda: has_ended(child))
-
-
-def test_own_code_is_never_imported_by_the_parent(worker_of, make_batch):
-    worker_of("later").call("later", make_batch("a"), 30.0)
-    assert "my_rewards" not in sys.modules
+    with worker_with("raises", "hangs", "segfaults") as worker:
+        for name in ("raises", "hangs", "segfaults"):
+            assert worker.find_failing_completion(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
 
 
 def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rewards_config, make_batch):
@@ -271,52 +202,46 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
     assert outcome.scores == [0.0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "params", "words"),
-    [
-        ("my_reward:later", {}, "did you mean my_rewards?"),
-        ("my_rewards:latr", {}, "did you mean later?"),
-        ("my_rewards:os", {}, "module, which cannot be called"),
-        ("broken:f", {}, "ZeroDivisionError"),
-        ("wanting:f", {}, "imports no_such_library, which is not installed"),
-        ("length", {"min_lenth": 3}, "did you mean min_length?"),
-        ("format", {"tags": 1}, "tags is not a parameter"),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused_with_the_fix(own_module, rewards_config, function, params, words):
+REFUSED = [
+    ("my_reward:later", {}, "did you mean my_rewards?"),
+    ("my_rewards:latr", {}, "did you mean later?"),
+    ("my_rewards:os", {}, "module, which cannot be called"),
+    ("broken:f", {}, "ZeroDivisionError"),
+    ("wanting:f", {}, "imports no_such_library, which is not installed"),
+    ("length", {"min_lenth": 3}, "did you mean min_length?"),
+    ("format", {"tags": 1}, "tags is not a parameter"),
+]
+
+
+def test_what_cannot_be_loaded_is_refused_with_the_fix(own_module, refusal_of):
     own_module(FUNCTIONS)
     own_module("1 / 0", name="broken")
     own_module("import no_such_library", name="wanting")
-    with (
-        pytest.raises(ConfigError) as caught,
-        RewardWorker(rewards_config(mine={"function": function, "params": params}), ["mine"]),
-    ):
-        pass
-    assert words in str(caught.value)
-    assert "rewards.functions.mine" in caught.value.place
+    for function, params, words in REFUSED:
+        error = refusal_of(function=function, params=params)
+        assert words in str(error)
+        assert "rewards.functions.mine" in error.place
 
 
-def test_a_module_that_ends_the_process_is_reported(own_module, rewards_config):
-    own_module("import os\nos._exit(5)\n", name="leaving")
-    with pytest.raises(RewardError, match="exit code 5"), RewardWorker(rewards_config(mine={"function": "leaving:f"}), ["mine"]):
+def test_a_refusal_in_the_worker_is_the_error_of_its_start(worker_with):
+    with pytest.raises(ConfigError, match="did you mean later"), worker_with("latr"):
         pass
 
 
-def test_a_module_that_never_finishes_loading_is_reported(own_module, rewards_config, monkeypatch):
+def test_a_module_that_ends_the_process_or_hangs_is_reported(own_module, rewards_config, monkeypatch):
     monkeypatch.setattr("grpo_tasks.rewards.worker.LOAD_LIMIT_S", 3.0)
+    own_module("import os\nos._exit(5)\n", name="leaving")
     own_module("import time\ntime.sleep(600)\n", name="endless")
-    with (
-        pytest.raises(RewardError, match="did not return within 3 s"),
-        RewardWorker(rewards_config(mine={"function": "endless:f"}), ["mine"]),
-    ):
-        pass
+    for name, words in (("leaving", "exit code 5|did not return"), ("endless", "did not return within 3 s")):
+        with pytest.raises(RewardError, match=words), RewardWorker(rewards_config(mine={"function": f"{name}:f"}), ["mine"]):
+            pass
 
 
-def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, rewards_config, make_batch):
+def test_no_file_replaces_a_library_and_surrogates_pass_through(own_module, rewards_config, make_batch):
     own_module("raise RuntimeError('shadowed')", name="json")
     with RewardWorker(rewards_config(), ["format"]) as worker:
-        assert isinstance(worker.call("format", make_batch("a"), 30.0), FunctionScores)
+        outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
+        assert isinstance(outcome, FunctionScores)
 
 
 CONFIG = """
@@ -358,50 +283,31 @@ def test_two_different_modules_of_one_name_are_refused(config_elsewhere):
         load_config(config_elsewhere)
 
 
-def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
-    config = rewards_config(think={"function": "trl.rewards.format_rewards:think_format_reward"})
-    with RewardWorker(config, ["think"]) as worker:
-        outcome = worker.call("think", make_batch("<think>w</think>42", "42"), 60.0)
-    assert isinstance(outcome, FunctionScores)
-    assert outcome.scores == [1.0, 0.0]
-
-
 @pytest.mark.slow
-def test_trls_accuracy_reward_takes_truth_from_a_column(rewards_config, make_batch):
-    config = rewards_config(accuracy={"function": "trl.rewards.accuracy_rewards:accuracy_reward"})
-    with RewardWorker(config, ["accuracy"]) as worker:
-        outcome = worker.call("accuracy", make_batch(r"\boxed{42}", r"\boxed{41}", solution="$42$"), 60.0)
-        missing = worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0)
-    assert isinstance(outcome, FunctionScores)
-    assert outcome.scores == [1.0, 0.0]
-    assert isinstance(missing, RewardFault)
-    assert "data.answer_column" in missing.fix
+def test_trls_own_rewards_and_factories_run_unchanged(rewards_config, make_batch):
+    config = rewards_config(
+        think={"function": "trl.rewards.format_rewards:think_format_reward"},
+        accuracy={"function": "trl.rewards.accuracy_rewards:accuracy_reward"},
+        soft={
+            "function": "trl.rewards.other_rewards:get_soft_overlong_punishment",
+            "params": {"max_completion_len": 4, "soft_punish_cache": 2},
+        },
+    )
+    with RewardWorker(config, ["think", "accuracy", "soft"]) as worker:
+        assert worker.call("think", make_batch("<think>w</think>42", "42"), 60.0).scores == [1.0, 0.0]
+        assert worker.call("soft", make_batch("a"), 60.0).scores == [-0.5]
+        answers = (r"\boxed{42}", r"\boxed{41}")
+        assert worker.call("accuracy", make_batch(*answers, solution="$42$"), 60.0).scores == [1.0, 0.0]
+        assert "data.answer_column" in worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0).fix
 
 
-def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
-    with RewardWorker(rewards_config(), ["format"]) as worker:
-        outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
-    assert isinstance(outcome, FunctionScores)
-
-
-def test_none_stays_none():
+def test_scores_of_tokens_are_kept_and_their_mean_is_the_score():
     assert check_result([None, 1, 0.5], [1, 1, 1]) == ([None, 1.0, 0.5], {})
-
-
-def test_scores_token_by_token_are_kept_and_their_mean_is_the_score():
     assert check_result([[0.0, 1.0], 0.5, np.array([1.0, 0.0, 2.0])], [2, 9, 3]) == (
         [0.5, 0.5, 1.0],
         {0: [0.0, 1.0], 2: [1.0, 0.0, 2.0]},
     )
-
-
-def test_scores_token_by_token_have_to_be_as_many_as_tokens(worker_of, make_batch):
     with pytest.raises(ContractError) as caught:
         check_result([[0.0, 1.0], [1.0]], [2, 3])
     assert caught.value.fault.index == 1
     assert "1 numbers for a completion of 3 tokens" in caught.value.fault.detail
-    batch = make_batch("a", "b")
-    outcome = worker_of("per_token").call("per_token", batch, 30.0)
-    assert {index: len(values) for index, values in outcome.tokens.items()} == {
-        index: len(ids) for index, ids in enumerate(batch.completion_ids)
-    }

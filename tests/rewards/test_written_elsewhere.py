@@ -12,7 +12,6 @@ import pytest
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.errors import ConfigError
 from schemas.prompts import PLAIN
 
 RIGHT = "<reasoning>\n15 + 27 = 42\n</reasoning>\n<answer>\n42\n</answer>\n"
@@ -21,45 +20,18 @@ WRONG = "it is forty-one"
 FUNCTIONS = r"""
     import asyncio, functools, math, re
 
-    # willccbb's GRPO demo: five functions on messages, one of them on the first question only
+    # willccbb's GRPO demo: functions on messages
     def extract_xml(text):
         return text.split("<answer>")[-1].split("</answer>")[0].strip()
 
     def demo_correctness(prompts, completions, answer, **kwargs) -> list[float]:
         replies = [completion[0]["content"] for completion in completions]
-        question = prompts[0][-1]["content"]
-        print(f"Question: {question}\nAnswer: {answer[0]}\nResponse: {replies[0]}")
         return [2.0 if extract_xml(reply) == truth else 0.0 for reply, truth in zip(replies, answer)]
-
-    def demo_int(completions, **kwargs) -> list[float]:
-        return [0.5 if extract_xml(completion[0]["content"]).isdigit() else 0.0 for completion in completions]
-
-    def demo_strict_format(completions, **kwargs) -> list[float]:
-        pattern = r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$"
-        return [0.5 if re.match(pattern, one[0]["content"]) else 0.0 for one in completions]
-
-    def demo_soft_format(completions, **kwargs) -> list[float]:
-        pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
-        return [0.5 if re.match(pattern, one[0]["content"], re.DOTALL) else 0.0 for one in completions]
-
-    def demo_xmlcount(completions, **kwargs) -> list[float]:
-        tags = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
-        return [sum(0.125 for tag in tags if one[0]["content"].count(tag) == 1) for one in completions]
 
     # Unsloth's notebooks: compiled patterns and counters at module level
     SOLUTION = re.compile(r"<answer>.*?([\d\.\,]{1,})", flags=re.MULTILINE | re.DOTALL)
     PRINTED_TIMES = 0
     PRINT_EVERY_STEPS = 5
-
-    def unsloth_check_answer(prompts, completions, answer, **kwargs):
-        guesses = [found.group(1) if (found := SOLUTION.search(c[0]["content"])) is not None else None for c in completions]
-        scores = []
-        for guess, true in zip(guesses, answer):
-            if guess is None:
-                scores.append(-2.0)
-                continue
-            scores.append(5.0 if guess == true else -2.5)
-        return scores
 
     def unsloth_check_numbers(prompts, completions, answer, **kwargs):
         global PRINTED_TIMES
@@ -79,16 +51,6 @@ FUNCTIONS = r"""
     def openr1_accuracy(completions: list[list[dict[str, str]]], solution: list[str], **kwargs) -> list[float | None]:
         pairs = zip(completions, solution)
         return [None if truth is None else float(extract_xml(c[0]["content"]) == truth) for c, truth in pairs]
-
-    def openr1_tag_count(completions, **kwargs) -> list[float]:
-        def count(text):
-            return 0.25 * (text.count("<reasoning>\n") == 1) + 0.25 * (text.count("\n</answer>") == 1)
-        return [count(c[0]["content"]) for c in completions]
-
-    def openr1_len(completions: list[dict[str, str]], solution: list[str], **kwargs) -> list[float]:
-        lengths = [len(c[0]["content"]) for c in completions]
-        low, high = min(lengths), max(lengths)
-        return [0.0 if high == low else 0.5 - (length - low) / (high - low) for length in lengths]
 
     def get_cosine_scaled_reward(min_value: float = 0.0, max_value: float = 1.0, max_len: int = 1000):
         def cosine_scaled_reward(completions, solution, **kwargs):
@@ -220,15 +182,8 @@ FUNCTIONS = r"""
 
 RUNS = [
     ("demo_correctness", {}, [2.0, 0.0]),
-    ("demo_int", {}, [0.5, 0.0]),
-    ("demo_strict_format", {}, [0.5, 0.0]),
-    ("demo_soft_format", {}, [0.5, 0.0]),
-    ("demo_xmlcount", {}, [0.5, 0.0]),
-    ("unsloth_check_answer", {}, [5.0, -2.0]),
     ("unsloth_check_numbers", {}, [3.5, 0.0]),
     ("openr1_accuracy", {}, [1.0, 0.0]),
-    ("openr1_tag_count", {}, [0.5, 0.0]),
-    ("openr1_len", {}, [-0.5, 0.5]),
     ("get_cosine_scaled_reward", {"params": {"max_len": 10_000, "max_value": 0.0}}, [0.0, -1.0]),
     ("get_repetition_penalty_reward", {"params": {"ngram_size": 2, "max_penalty": -1.0}}, [0.0, 0.0]),
     ("MathORM", {"as_text": True}, [1.0, 0.0]),
@@ -296,12 +251,11 @@ def test_forms_of_well_known_sources_run_unchanged(loaded, batch):
                 assert outcome.scores == pytest.approx(scores), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "given", "sentence"), REFUSED_AT_ONCE)
-def test_what_cannot_be_a_reward_is_refused_when_it_is_loaded(loaded, name, given, sentence):
-    with pytest.raises(ConfigError) as caught, loaded([(name, given)]):
-        pass
-    assert sentence in str(caught.value).replace("\n", " ")
+def test_what_cannot_be_a_reward_is_refused_when_it_is_loaded(own_module, refusal_of):
+    own_module(FUNCTIONS)
+    for name, given, sentence in REFUSED_AT_ONCE:
+        error = refusal_of(function=f"my_rewards:{name}", **given)
+        assert sentence in str(error).replace("\n", " "), name
 
 
 def test_the_usual_mistakes_are_answered_with_what_to_change(loaded, batch):
@@ -382,11 +336,3 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert nothing.raw[0, 0] != nothing.raw[0, 0]
     assert isinstance(fault, RewardFault)
     assert index == 3
-
-
-@pytest.mark.slow
-def test_factories_of_trl_run_with_params(rewards_config, make_batch):
-    function = "trl.rewards.other_rewards:get_soft_overlong_punishment"
-    config = rewards_config(soft={"function": function, "params": {"max_completion_len": 4, "soft_punish_cache": 2}})
-    with RewardWorker(config, ["soft"]) as worker:
-        assert worker.call("soft", make_batch("a"), 60.0).scores == [-0.5]
