@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli.errors import report_errors
+from flows.cli.environment import report_errors
 from flows.cli.main import PANELS, app
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
