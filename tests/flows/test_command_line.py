@@ -245,13 +245,6 @@ def test_a_reward_for_stuffed_tags_is_stopped_by_name(place, small):
     assert not list(place.root.glob("runs/small/train_stage"))
 
 
-@pytest.mark.long
-def test_full_fine_tuning_goes_through_merge_and_publication(place, small):
-    place.grpo("run", small(model={"lora": None}))
-    assert place.parent("small").data.metrics["merge/max_logprob_difference"] < 1.0
-    assert len(place.client.search_model_versions("name='small'")) == 1
-
-
 MINE = """
 import re
 def brief(prompts, completions, completion_ids, answer, **kwargs):
