@@ -87,7 +87,6 @@ class Deployment:
 
 def deployments() -> list[Deployment]:
     """All deployments. The form of a pipeline is filled in with a preset, so there is one deployment for each preset."""
-    demo = _preset("demo")
     return [
         Deployment(
             "preset",
@@ -106,26 +105,7 @@ def deployments() -> list[Deployment]:
             )
             for name, queue in _PIPELINES.items()
         ),
-        Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", {"config": demo}),
-        Deployment(
-            "rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", {"config": demo}
-        ),
-        Deployment("train", "flows.single.train_flow", "Train a single stage.", {"config": demo} | {"stage": "format"}, "gpu"),
-        Deployment(
-            "merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", {"config": demo}
-        ),
-        Deployment(
-            "publish",
-            "flows.publish.publish_flow",
-            "Merge an adapter, compare it with base and champion, register it, decide.",
-            {"config": demo},
-        ),
-        Deployment(
-            "evaluate",
-            "flows.single.evaluate_flow",
-            "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
-            {"config": demo} | {"model": "models:/grpo-demo@champion"},
-        ),
+        *_single_steps(),
         Deployment(
             "sweep",
             "flows.sweeps.flow.sweep_flow",
@@ -146,6 +126,28 @@ def deployments() -> list[Deployment]:
             "Check the data files, and send the event that starts a retraining if they have changed.",
             {"source": "demo", "overrides": []},
             schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
+        ),
+    ]
+
+
+def _single_steps() -> list[Deployment]:
+    demo = {"config": _preset("demo")}
+    return [
+        Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
+        Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),
+        Deployment("train", "flows.single.train_flow", "Train a single stage.", demo | {"stage": "format"}, "gpu"),
+        Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
+        Deployment(
+            "publish",
+            "flows.publish.publish_flow",
+            "Merge an adapter, compare it with base and champion, register it, decide.",
+            demo,
+        ),
+        Deployment(
+            "evaluate",
+            "flows.single.evaluate_flow",
+            "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
+            demo | {"model": "models:/grpo-demo@champion"},
         ),
     ]
 
