@@ -15,7 +15,7 @@ from flows.model_names import DATE, copy_model, with_fixed_date, with_local_mode
 from flows.sweeps.flow import pinned
 from flows.sweeps.variant import plans_of
 from grpo_tasks.content.model_files import asks_for_date
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.key import content_key
 from grpo_tasks.steps.probe_rewards import _date
