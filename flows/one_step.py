@@ -14,7 +14,7 @@ import grpo_tasks.steps
 from flows.flow_run import open_flow_run, warn
 from flows.model_names import adapter_model, copy_model, named_model, with_local_model
 from flows.preflight import check_structure
-from flows.steps import base_model, checked_guards, evaluation_of, measured_difficulty, trained_stage, validated_data
+from flows.steps import base_model, evaluation_of, measured_difficulty, trained_stage, validate_guards, validated_data
 from grpo_tasks.running.step import Step
 from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.prepare_data import prepare_data
@@ -40,7 +40,7 @@ def validate(config: RunConfig, fresh: bool = False) -> DataReport:
     config = with_local_model(config)
     with open_flow_run(config, flow="validate", fresh=fresh) as run:
         data = validated_data(run)
-        checked_guards(run)
+        validate_guards(run)
         return data
 
 

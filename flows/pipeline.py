@@ -9,12 +9,12 @@ from flows.model_names import with_local_model
 from flows.preflight import check_structure, check_working_directory
 from flows.steps import (
     base_model,
-    checked_guards,
+    evaluate_guards,
     evaluation_of,
     measured_difficulty,
-    measured_guards,
     published,
     trained_stage,
+    validate_guards,
     validated_data,
 )
 from flows.temporary_server import locked_flow
@@ -80,13 +80,13 @@ def train_and_evaluate(run: FlowRun) -> Trained:
     for note in check_structure(config, hub=True):
         warn(note)
     data = validated_data(run)
-    guards = checked_guards(run)
+    guards = validate_guards(run)
     lab = probe_rewards(run, config, data)
     model = base_model(config)
     difficulty = measured_difficulty(run, model, data)
     evaluations = [evaluation_of(run, "base", model, data)]
     # Before any training: an evaluator that fails is found now.
-    measured_guards(run, "base", model, guards)
+    evaluate_guards(run, "base", model, guards)
     stages = []
     for stage in config.stages:
         stages.append(trained_stage(run, stage, model, data, difficulty))

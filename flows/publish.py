@@ -3,7 +3,7 @@
 from flows.approval import SuspendedRun, decide, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
-from flows.steps import base_model, checked_guards, evaluation_of, published, validated_data
+from flows.steps import base_model, evaluation_of, published, validate_guards, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.steps.merge_adapter import merge_adapter
 from schemas.config.run import RunConfig
@@ -24,7 +24,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         config = with_local_model(config)
         ref = adapter_model(adapter, config)
         with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
-            data, guards = validated_data(run), checked_guards(run)
+            data, guards = validated_data(run), validate_guards(run)
             base = evaluation_of(run, "base", base_model(config), data)
             policy = evaluation_of(run, "adapter", ref, data)
             merged = merge_adapter(run, run.config, ref, data)

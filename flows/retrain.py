@@ -6,7 +6,7 @@ A retraining does nothing if nothing has changed; otherwise it trains, compares 
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
@@ -87,21 +87,17 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
     if known is not None and not repeat:
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return RetrainResult(trained=False, reason=reason)
-    started = _from_champion(config) if start_from == "champion" else config
-    return _result(run_pipeline(started, fresh=force, tags=made_of, copies=inputs.copies.folder))
+    if start_from == "champion":
+        found = fetch_champion(config.registered_model, config.tracking, (config.resources.output_dir / "champions").resolve())
+        if found is None:
+            raise ModelError(f"{config.registered_model} has no champion to start from", fix="start_from: base")
+        model = config.model.model_copy(update={"path": found[1].path, "revision": None})
+        config = config.model_copy(update={"model": model.locked(None)})
+    return _result(run_pipeline(config, fresh=force, tags=made_of, copies=inputs.copies.folder))
 
 
 def _result(made: PipelineResult) -> RetrainResult:
     return RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
-
-
-def _from_champion(config: RunConfig) -> RunConfig:
-    found = fetch_champion(config.registered_model, config.tracking, (config.resources.output_dir / "champions").resolve())
-    if found is None:
-        raise ModelError(f"{config.registered_model} has no champion to start from", fix="start_from: base")
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None}).locked(None)}
-    )
 
 
 @locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")
@@ -124,7 +120,13 @@ def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) ->
     if before is not None:
         get_run_logger().info("the data of %s has changed", config.name)
         # Before the variable is set: after a kill between the two, the event is sent twice, and `retrain` finds nothing to do.
-        _send_data_changed(config.name, {"source": source, "overrides": overrides or [], "digest": digest})
+        payload = {"source": source, "overrides": overrides or [], "digest": digest}
+        resource = Resource({"prefect.resource.id": f"grpo.data.{config.name}"})
+        run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id()}", "prefect.resource.role": "flow-run"}
+        event = Event(event=DATA_CHANGED, resource=resource, related=[RelatedResource(run)], payload=payload)
+        # Wait until the server has it: `emit_event` only puts it into a queue, which a kill would lose.
+        with get_client(sync_client=True) as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
     else:
         get_run_logger().info("first check of the data of %s", config.name)
     Variable.set(name, digest, overwrite=True)
@@ -136,15 +138,6 @@ def variable_of(config_name: str) -> str:
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in config_name.lower())
     # Names that differ in other characters only, such as a-b and a_b, have variables of their own.
     return f"grpo_data_{plain}" + ("" if plain == config_name else f"_{hashlib.sha256(config_name.encode()).hexdigest()[:8]}")
-
-
-def _send_data_changed(config_name: str, payload: dict[str, Any]) -> None:
-    """Send the event and wait until the server has it. `emit_event` only puts it into a queue, which a kill would lose."""
-    resource = Resource({"prefect.resource.id": f"grpo.data.{config_name}"})
-    run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id()}", "prefect.resource.role": "flow-run"}
-    event = Event(event=DATA_CHANGED, resource=resource, related=[RelatedResource(run)], payload=payload)
-    with get_client(sync_client=True) as client:
-        client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
 
 
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:

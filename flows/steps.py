@@ -14,7 +14,7 @@ from grpo_tasks.steps.prepare_data import prepare_data
 from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.steps.train_stage import train_stage
 from grpo_tasks.steps.validate_data import validate_data
-from grpo_tasks.tracking.models import Champion, current_champion, fetch_champion
+from grpo_tasks.tracking.models import current_champion, fetch_champion
 from grpo_tasks.tracking.registry import tag_version
 from schemas.config.evaluation import GUARD
 from schemas.config.rollout import InteractionConfig
@@ -22,7 +22,7 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport, GuardData
 from schemas.results.evaluation import DifficultyReport, EvalReport, GuardCheck
-from schemas.results.model import MergeProof, ModelRef, StageResult
+from schemas.results.model import ModelRef, StageResult
 from schemas.results.publication import Publication, Trained
 
 
@@ -87,26 +87,23 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
 def published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> Publication:
     """Compare the merged model with its rivals, register it and decide."""
     config, base, policy, final = run.config, trained.evaluations[0], *trained.evaluations[-2:]
-    champion, rivals = _rivals(run, trained.merged, base, trained.data)
-    guards = _guard_checks(run, final, rivals[-1], trained.guards)
+    store, champion, rivals = run.tracked.store, None, [base]
+    if config.promotion.against_champion:
+        # What the new model must beat: the base, and a champion that is another model.
+        found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve())
+        champion = found and found[0]
+        if found is not None and found[0].sha256 != trained.merged.sha256:
+            rivals.append(evaluation_of(run, "champion", found[1], trained.data))
+    else:
+        champion = current_champion(store, config.registered_model)
+    guards = _compare_guards(run, final, rivals[-1], trained.guards)
     made = publish_model(run, config, trained.merged, final, rivals, policy=policy, champion=champion, guards=guards)
-    tag_version(made.model_name, made.model_version, tags, run.tracked.store)
+    tag_version(made.model_name, made.model_version, tags, store)
     run.announce(made, champion)
     return made
 
 
-def _rivals(run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport) -> tuple[Champion | None, list[EvalReport]]:
-    """The champion, and what the new model must beat: the evaluation of the base, and of a champion that is another model."""
-    config, store = run.config, run.tracked.store
-    if not config.promotion.against_champion:
-        return current_champion(store, config.registered_model), [base]
-    found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve())
-    if found is None or found[0].sha256 == merged.sha256:
-        return found and found[0], [base]
-    return found[0], [base, evaluation_of(run, "champion", found[1], data)]
-
-
-def checked_guards(run: FlowRun) -> list[GuardData]:
+def validate_guards(run: FlowRun) -> list[GuardData]:
     """Check the prompts of every guard of the promotion, before any training."""
     config, found = run.config, []
     validation = config.validation.model_copy(update={"min_train_rows": 0, "min_eval_rows": 1})
@@ -117,7 +114,7 @@ def checked_guards(run: FlowRun) -> list[GuardData]:
     return found
 
 
-def measured_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[GuardData]) -> list[EvalReport]:
+def evaluate_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[GuardData]) -> list[EvalReport]:
     """Evaluate a model on the prompts of every guard."""
     config = run.config.evaluated()
     if not config.interaction.tools:
@@ -129,10 +126,10 @@ def measured_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[Guar
     ]
 
 
-def _guard_checks(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
+def _compare_guards(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
     """Compare the merged model with the champion, or the base, on the prompts of every guard."""
     promotion, found = run.config.promotion, []
-    ours, theirs = (measured_guards(run, report.label, report.model, data) for report in (final, rival))
+    ours, theirs = (evaluate_guards(run, report.label, report.model, data) for report in (final, rival))
     for guard, left, right, rows in zip(promotion.guards, ours, theirs, data, strict=True):
         prompts = read_table(rows.eval).select("prompt_id", "prompt").iter_rows()
         questions = {prompt_id: messages[-1]["content"] for prompt_id, messages in prompts}

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.environment import prepare_environment
-from flows.cli.errors import report_errors
+from flows.cli.environment import prepare_environment, report_errors
 from flows.cli.show import say
 from schemas.errors import UserError
 
@@ -34,10 +33,18 @@ def init(
 ) -> None:
     """Write a config for a data file: columns, answers, rewards and limits as the file suggests them."""
     with report_errors():
-        source = file or _only_data_file()
+        found_here = sorted(path.name for path in Path.cwd().iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+        if file is None and not found_here:
+            raise UserError("there is no data file in this folder", fix=f"name one: grpo init FILE ({', '.join(SUFFIXES)})")
+        if file is None and len(found_here) > 1:
+            names = ", ".join(found_here[:8])
+            fix = f"name one: grpo init {found_here[0]}"
+            raise UserError(f"this folder has {len(found_here)} data files: {names}", fix=fix)
+        source = file or found_here[0]
         typer.echo(f"reading {source}", err=True)
         target = into or Path(f"{run_name(source)}.yaml")
-        _check_target(target, force=force)
+        if target.exists() and not force:
+            raise UserError("the config exists already", place=str(target), fix="name another one with --out, or add --force")
         prepare_environment()
         from grpo_tasks.data.proposal import config_text, propose
 
@@ -58,20 +65,6 @@ def run_name(source: str) -> str:
         stem = path.resolve().parent.name or stem
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.")[:60]
     return plain if plain[:1].isalpha() else f"grpo-{plain}".rstrip("-")
-
-
-def _only_data_file() -> str:
-    found = sorted(path.name for path in Path.cwd().iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UserError("there is no data file in this folder", fix=f"name one: grpo init FILE ({', '.join(SUFFIXES)})")
-    raise UserError(f"this folder has {len(found)} data files: {', '.join(found[:8])}", fix=f"name one: grpo init {found[0]}")
-
-
-def _check_target(target: Path, *, force: bool) -> None:
-    if target.exists() and not force:
-        raise UserError("the config exists already", place=str(target), fix="name another one with --out, or add --force")
 
 
 def _can_answer() -> bool:

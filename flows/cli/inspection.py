@@ -7,8 +7,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from flows.cli.environment import prepare_environment
-from flows.cli.errors import report_errors
+from flows.cli.environment import prepare_environment, report_errors
 from flows.cli.options import Config, Set, TrackingUri, parse_size
 from flows.cli.show import out, print_table, say, table_of
 from grpo_tasks.content.places import row_place

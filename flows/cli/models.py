@@ -14,8 +14,7 @@ from uuid import UUID
 
 import typer
 
-from flows.cli.environment import prepare_environment, prepare_flow
-from flows.cli.errors import report_errors
+from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out, say, show_sections, table_of
 from schemas.config.load import tracking_at

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.environment import prepare_environment, prepare_flow
-from flows.cli.errors import report_errors
+from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MlflowPort, Postgres, PrefectPort, Workers
 from flows.cli.show import out, say
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
-from flows.cli.errors import report_errors
+from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step, report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out, print_table, say, show_sections, table_of
 from grpo_tasks.lab.report import advice, opinions

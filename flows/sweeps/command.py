@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.environment import named_config, prepare_flow
-from flows.cli.errors import report_errors
+from flows.cli.environment import named_config, prepare_flow, report_errors
 from flows.cli.options import OptionalConfig, Set
 from flows.cli.show import print_table, say, table_of
 from schemas.metrics import STEP_TIME

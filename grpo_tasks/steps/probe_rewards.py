@@ -48,7 +48,10 @@ def probe_rewards(work: Work, config: RunConfig, data: DataReport) -> LabReport:
     group, prompts = stages[0].num_generations, config.lab.num_prompts
     spec = SampleSpec.of(config, base, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
     run_sampling(spec, work.directory)
-    findings = run_lab(config, rows, _groups(work.directory / SAMPLES), log=log)
+    table = pl.read_parquet(work.directory / SAMPLES)
+    columns = ["completion", "token_ids", "finish_reason", *(["conversation"] if "conversation" in table.columns else [])]
+    groups = [GroupSample(*row) for row in table.group_by("prompt_id", maintain_order=True).agg(columns).iter_rows()]
+    findings = run_lab(config, rows, groups, log=log)
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
 
 
@@ -95,10 +98,3 @@ def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:
     if report.failures:
         raise lab_error(report)
     return report
-
-
-def _groups(samples: Path) -> list[GroupSample]:
-    table = pl.read_parquet(samples)
-    columns = ["completion", "token_ids", "finish_reason", *(["conversation"] if "conversation" in table.columns else [])]
-    table = table.group_by("prompt_id", maintain_order=True).agg(columns)
-    return [GroupSample(*row) for row in table.iter_rows()]

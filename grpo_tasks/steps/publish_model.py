@@ -55,8 +55,9 @@ def publish_model(
             regressions=regressions,
             guards=guards,
             origin=work.run.origin,
-            log=partial(_log, work.directory),
-            prove=partial(_prove, work.directory),
+            log=partial(_run_child, "grpo_tasks.tracking.log_model", work.directory),
+            # A folder of its own, so that both logs stay.
+            prove=partial(_run_child, "grpo_tasks.tracking.proof", work.directory / "served"),
             require_wanted=work.run.require_wanted,
         )
     publication = Publication(
@@ -81,14 +82,7 @@ def publish_model(
     return publication
 
 
-def _log(directory: Path, spec: LogSpec) -> None:
+def _run_child(module: str, directory: Path, spec: LogSpec | ServedSpec) -> None:
+    directory.mkdir(exist_ok=True)
     spec.save(directory / SPEC)
-    run_module("grpo_tasks.tracking.log_model", directory)
-
-
-def _prove(directory: Path, spec: ServedSpec) -> None:
-    # A folder of its own, so that both logs stay.
-    folder = directory / "served"
-    folder.mkdir(exist_ok=True)
-    spec.save(folder / SPEC)
-    run_module("grpo_tasks.tracking.proof", folder)
+    run_module(module, directory)

@@ -39,7 +39,7 @@ COMMAND_LINE, REPORTS = "tests/flows/test_command_line.py", "tests/flows/test_re
 SERVERS, EXAMPLES = "tests/operating/conftest.py", "tests/examples/test_examples.py"
 NAMES = "tests/flows/test_model_names.py"
 ELSEWHERE = {
-    "python train.py": ("tests/library/test_example.py", "EXAMPLE, *SETTINGS"),
+    "python train.py": ("tests/library/test_steps.py", "EXAMPLE, *SETTINGS"),
     "make demo": ("tests/flows/conftest.py", '"run", "demo"'),
     "make demo-cluster": ("tests/cluster/test_demo_cluster.py", '"run", "demo"'),
     "make test": (".ci/run", "make test"),

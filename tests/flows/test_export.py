@@ -55,7 +55,8 @@ def test_peft_loads_the_adapter_over_the_original_base(place):
     assert not (place.root / "adapter.part").exists()
 
 
-def test_a_model_that_was_trained_in_full_is_refused(place):
+def test_a_model_that_was_trained_in_full_is_published_and_no_adapter(place):
+    assert place.parent("full").data.metrics["merge/max_logprob_difference"] < 1.0
     said = " ".join(place.grpo("export", "full/1", "refused", expect=1).replace("│", " ").split())
     assert "trained in full" in said
     assert "grpo download full/1 DIR" in said

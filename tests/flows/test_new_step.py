@@ -68,7 +68,7 @@ def extended(place, monkeypatch):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "grpo_tasks/steps/count_words.py").write_text(STEP.lstrip())
     pipeline = (copy / "flows/pipeline.py").read_text()
-    before = "    guards = checked_guards(run)\n"
+    before = "    guards = validate_guards(run)\n"
     assert pipeline.count(before) == 1
     pipeline = pipeline.replace(before, LINE + before)
     imported = "from grpo_tasks.steps.count_words import count_words\nfrom grpo_tasks.steps.merge_adapter import"

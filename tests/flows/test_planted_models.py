@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests.rollout.small_servers import SMALL as SMALL_SERVER
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, PretrainedConfig, StableLmConfig
 
 from tests.flows.place import SMALL, Place
+from tests.rollout.servers import SMALL as SMALL_SERVER
 from tests.variants import BASE, BOS, END, NO_END, START, variant
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("planted"), pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ import yaml
 
 from tests.answering import answering
 from tests.flows.place import BIN, SMALL, Place, wait_for_step
-from tests.flows.test_full_disk import fill
+from tests.flows.test_interrupted import fill
 from tests.ports import free_ports
 
 QUICK_S = 60.0

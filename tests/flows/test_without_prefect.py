@@ -9,8 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.environment import _names_server, _point_to_the_end
-from flows.cli.errors import report_errors, stopped_message
+from flows.cli.environment import _names_server, _point_to_the_end, report_errors, stopped_message
 from flows.cli.inspection import config_fields, show_fields
 from flows.cli.main import app
 from flows.cli.show import out

@@ -1,16 +1,22 @@
-"""The engine in a script of one's own: the ten lines of grpo_tasks/library.py, without Prefect and MLflow."""
+"""The engine in a script of one's own, without Prefect and MLflow; page, module and example have the same ten lines."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import polars as pl
 import pytest
 
+from grpo_tasks import library
 from grpo_tasks.library import base_model, load_data, measure_difficulty, train_stage
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, DataError
 
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "library" / "train.py"
 SETTINGS = [
     "stages.0.max_steps=2",
     "stages.0.per_device_train_batch_size=8",
@@ -101,3 +107,24 @@ def test_nothing_to_measure_is_refused(tmp_path):
     data = load_data(config, tmp_path / "data")
     with pytest.raises(ConfigError, match="nothing would be sampled"):
         measure_difficulty(config, data, tmp_path / "difficulty")
+
+
+def lines(code):
+    """The statements without blank lines, docstrings, and what only the script has."""
+    code = re.sub(r'""".*?"""', "", code, flags=re.DOTALL).replace(", *sys.argv[1:]", "").replace("import sys\n", "")
+    return [line for line in code.splitlines() if line.strip()]
+
+
+def test_page_module_and_example_have_the_same_lines():
+    page = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text().partition("## Library")[2], re.DOTALL)[1]
+    block = library.__doc__.partition("    from grpo_tasks")
+    module = textwrap.dedent(f"    from grpo_tasks{block[2]}".partition("\n\nEach function")[0])
+    assert lines(page) == lines(module) == lines(EXAMPLE.read_text())
+
+
+@pytest.mark.long
+def test_the_example_runs(tmp_path):
+    done = subprocess.run([sys.executable, EXAMPLE, *SETTINGS], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Interval(" in done.stdout or "value=" in done.stdout
+    assert (tmp_path / "work" / "merged" / "model" / "config.json").exists()

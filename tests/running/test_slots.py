@@ -32,42 +32,31 @@ holds()
 
 
 @pytest.mark.parametrize(
-    ("settings", "visible", "wanted"),
+    ("settings", "vllm", "visible", "wanted"),
     [
-        ({}, None, ["0"]),
-        ({"num_processes": 3}, None, ["0", "1", "2"]),
-        ({"num_processes": 2}, "5,3,1", ["3", "5"]),
-        ({"gpu_slot": "shared", "num_processes": 2}, None, []),
-        ({"device": "cpu", "num_processes": 2}, None, []),
+        ({}, None, None, ["0"]),
+        ({"num_processes": 3}, None, None, ["0", "1", "2"]),
+        ({"num_processes": 2}, None, "5,3,1", ["3", "5"]),
+        ({"gpu_slot": "shared", "num_processes": 2}, None, None, []),
+        ({"device": "cpu", "num_processes": 2}, None, None, []),
+        # The cards of its servers too.
+        ({}, {"devices": ["1"]}, None, ["0", "1"]),
+        ({}, {"devices": ["2,3", "4,5"], "replicas": 2, "tensor_parallel_size": 2}, None, ["0", "2", "3", "4", "5"]),
+        ({}, {"replicas": 2}, "4,5,6,7", ["4", "6", "7"]),
+        ({}, {"tensor_parallel_size": 2}, "4,5,6,7", ["4", "5"]),
+        ({}, {"base_urls": ["http://server:8000"]}, None, ["0"]),
     ],
     ids=str,
 )
-def test_a_run_takes_the_slot_of_each_of_its_cards(settings, visible, wanted, monkeypatch):
+def test_a_run_takes_the_slot_of_each_of_its_cards(settings, vllm, visible, wanted, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = slots_of(ResourcesConfig(**settings), has_cards=True)
+    rollout = RolloutConfig(engine="vllm", vllm=vllm) if vllm else RolloutConfig()
+    found = slots_of(ResourcesConfig(**settings), rollout, has_cards=True)
     assert found == [f"gpu-{socket.gethostname()}-{card}" for card in wanted]
-
-
-@pytest.mark.parametrize(
-    ("vllm", "visible", "wanted"),
-    [
-        ({"devices": ["1"]}, None, ["0", "1"]),
-        ({"devices": ["2,3", "4,5"], "replicas": 2, "tensor_parallel_size": 2}, None, ["0", "2", "3", "4", "5"]),
-        ({"replicas": 2}, "4,5,6,7", ["4", "6", "7"]),
-        ({"tensor_parallel_size": 2}, "4,5,6,7", ["4", "5"]),
-        ({"base_urls": ["http://server:8000"]}, None, ["0"]),
-    ],
-    ids=str,
-)
-def test_a_run_takes_the_slots_of_the_cards_of_its_servers_too(vllm, visible, wanted, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = slots_of(ResourcesConfig(), RolloutConfig(engine="vllm", vllm=vllm), has_cards=True)
-    assert found == [f"gpu-{socket.gethostname()}-{card}" for card in wanted]
-    assert slots_of(ResourcesConfig(), RolloutConfig(vllm=vllm), has_cards=True) == found[:1]
+    if vllm:
+        assert slots_of(ResourcesConfig(), RolloutConfig(vllm=vllm), has_cards=True) == found[:1]
 
 
 @pytest.mark.parametrize(
@@ -83,17 +72,11 @@ def test_a_slot_is_described_in_words(slot, words):
     assert describe_slot(slot) == words
 
 
-def test_a_slot_with_a_name_is_one_slot():
+def test_a_named_slot_a_cluster_and_a_machine_without_cards():
     assert slots_of(ResourcesConfig(gpu_slot="big-card", num_processes=4)) == ["big-card"]
-
-
-def test_a_stage_on_a_cluster_leaves_the_cards_here_to_others():
     resources = ResourcesConfig(cluster={"engine": "ray", "address": "auto"}, gpu_slot="big-card")
-    assert slots_of(resources, trains=True) == []
+    assert slots_of(resources, trains=True) == [], "a stage on a cluster leaves the cards here to others"
     assert slots_of(resources) == ["big-card"]
-
-
-def test_a_machine_without_cards_waits_for_nothing():
     assert slots_of(ResourcesConfig(), has_cards=False) == []
 
 
