@@ -76,7 +76,7 @@ class Policies:
     def scores(
         self, tokens: TokenBatch, *, model: CausalLM | None = None, entropy_gradients: bool = False, count_hits: bool = False
     ) -> TokenScores:
-        """Under the policy that is trained, unless another model is given; on request which tokens it ranks first."""
+        """Scores under the policy that is trained, unless another model is given; on request which tokens it ranks first."""
         if self._layout is None:
             self._layout = self._fitting_layout()
         with self.ranks.accelerator.autocast():

@@ -36,12 +36,12 @@ class CudaMemory:
         return float(torch.cuda.memory_allocated(self._device))
 
     def peak(self) -> float:
-        """The most since `begin`."""
+        """The most that was allocated since `begin`."""
         return float(torch.cuda.max_memory_allocated(self._device))
 
 
 def device_memory(device: torch.device) -> CudaMemory | None:
-    """None where the device does not report it."""
+    """The memory of a device; None where it does not report it."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 

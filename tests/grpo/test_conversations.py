@@ -309,9 +309,8 @@ def total_reward(completions, environments, level, **kwargs) -> list[float]:
 '''
 
 
-@pytest.fixture
-def scored_as_by_trl(tmp_path, monkeypatch):
-    """Three groups of four conversations of a model that calls `add`, scored by the rewards."""
+@pytest.mark.slow
+def test_a_reward_written_for_trl_sees_what_its_environment_has_become(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "for_trl.py").write_text(WRITTEN_FOR_TRL, encoding="utf-8")
     ref = ModelRef(path=str(write_model(tmp_path / "model", weights=True)))
@@ -326,17 +325,13 @@ def scored_as_by_trl(tmp_path, monkeypatch):
         engine = LocalEngine(load_policy(ref, ModelConfig(), device=torch.device("cpu")), found.tokenizer)
         given = (engine, found.tokenizer, three_rows(), Sampling.of(rollout))
         played = sample_groups(*given, numbers=range(3), group_size=4, seed=5, player=found)
-        return score_groups(suite, played, step=1)
-
-
-@pytest.mark.slow
-def test_a_reward_written_for_trl_sees_what_its_environment_has_become(scored_as_by_trl):
-    conversations = [completion.conversation for completion in scored_as_by_trl.rollout.completions]
+        scored = score_groups(suite, played, step=1)
+    conversations = [completion.conversation for completion in scored.rollout.completions]
     answers = [[message["content"] for message in one.said if message["role"] == "tool"] for one in conversations]
     sums = [[int(text) for text in texts if text.isdigit()] for texts in answers]
     assert any(sums)
-    assert scored_as_by_trl.scores.raw[:, 0].tolist() == [float(len(each)) for each in sums]
-    assert np.allclose(scored_as_by_trl.scores.raw[:, 1], [sum(each) / 100 for each in sums])
+    assert scored.scores.raw[:, 0].tolist() == [float(len(each)) for each in sums]
+    assert np.allclose(scored.scores.raw[:, 1], [sum(each) / 100 for each in sums])
     assert all(one.prompt[-1]["content"].endswith(" You may add.") for one in conversations)
     stage = StageConfig(name="s", rewards=["calls_reward", "total_reward"], num_generations=4)
-    assert not advantages(rewards_of(scored_as_by_trl), stage).dead.all()
+    assert not advantages(rewards_of(scored), stage).dead.all()
