@@ -25,7 +25,7 @@ STD_FLOOR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Of N completions, group by group, from F functions."""
+    """Scores of N completions, group by group, from F functions."""
 
     scores: Float[Tensor, "N F"]
     """NaN where a function does not apply."""
@@ -41,12 +41,12 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Of N completions in P groups."""
+    """Advantages of N completions in P groups."""
 
     values: Float[Tensor, "N _"]
     """One per completion [N, 1], or one per token [N, T]; exactly 0 in dead groups."""
     group_std: Float[Tensor, " P"]
-    """Of the rewards in each group (n - 1 in the denominator)."""
+    """Standard deviation of the rewards in each group (n - 1 in the denominator)."""
     dead: Bool[Tensor, " P"]
     """Groups whose rewards tie."""
 

@@ -36,7 +36,7 @@ class Learner:
     stage: StageConfig
     ranks: Ranks
     updates: int
-    """Of the complete stage, for the schedule of the learning rate."""
+    """Number of updates of the stage, for the schedule of the learning rate."""
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: LRScheduler = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)

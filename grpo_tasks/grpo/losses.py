@@ -52,7 +52,7 @@ class LossInputs:
     entropies: Float[Tensor, "N T"] | None = None
     """Entropy (nats) of each token's distribution, with gradients; for the entropy bonus only."""
     entropy_weights: Float[Tensor, "N T"] | None = None
-    """Of each token in the mean of the entropy bonus."""
+    """Weight of each token in the mean of the entropy bonus."""
 
 
 @dataclass(frozen=True, slots=True)

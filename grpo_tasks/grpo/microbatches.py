@@ -28,16 +28,16 @@ class Microbatch:
     """N completions, padded to T tokens."""
 
     indices: Sequence[int]
-    """In the rollout."""
+    """Of its completions in the rollout."""
     tokens: TokenBatch
     trained: Bool[Tensor, "N T"]
     """The tokens that the policy wrote. All others have no loss, and no figure counts them."""
     weights: Float[Tensor, "N T"]
-    """Of each token in the loss of the update."""
+    """Weight of each token in the loss of the update."""
     advantages: Float[Tensor, "N _"]
     """Per completion [N, 1], or per token [N, T]."""
     entropy_weights: Float[Tensor, "N T"]
-    """Of each token in the mean entropy of the update."""
+    """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding and where the policy did not write."""
     sampler_policy_logps: Float[Tensor, "N T"] | None

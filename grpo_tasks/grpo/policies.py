@@ -73,15 +73,27 @@ class Policies:
         """True where there is a reference policy even at beta 0: with an adapter."""
         return isinstance(self.model, PeftModel)
 
-    def scores(self, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False) -> TokenScores:
-        """Under the policy that is trained; on request which tokens it ranks first."""
-        return self._forward(self.model, tokens, entropy_gradients=entropy_gradients, count_hits=count_hits)
+    def scores(
+        self, tokens: TokenBatch, *, model: CausalLM | None = None, entropy_gradients: bool = False, count_hits: bool = False
+    ) -> TokenScores:
+        """Scores under the policy that is trained, unless another model is given; on request which tokens it ranks first."""
+        if self._layout is None:
+            self._layout = self._fitting_layout()
+        with self.ranks.accelerator.autocast():
+            return completion_logprobs(
+                self.model if model is None else model,
+                tokens,
+                temperature=self.temperature,
+                layout=self._layout,
+                entropy_gradients=entropy_gradients,
+                count_hits=count_hits,
+            )
 
     @torch.no_grad()
     def ref_logps(self, tokens: TokenBatch) -> Float[Tensor, "N T"]:
         """log-probabilities under the reference."""
         if self._reference is not None:
-            return self._forward(self._reference, tokens).logps
+            return self.scores(tokens, model=self._reference).logps
         # The policy with another adapter, or with none. Dropout acts on the adapter's input, and the reference is a fixed
         # distribution, so it must not be noisy.
         dropout = self.spec.model.lora is not None and self.spec.model.lora.lora_dropout > 0
@@ -89,26 +101,11 @@ class Policies:
             self.model.eval()
         self._switch_adapters(to_reference=True)
         try:
-            return self._forward(self.model, tokens).logps
+            return self.scores(tokens).logps
         finally:
             self._switch_adapters(to_reference=False)
             if dropout:
                 self.model.train()
-
-    def _forward(
-        self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False
-    ) -> TokenScores:
-        if self._layout is None:
-            self._layout = self._fitting_layout()
-        with self.ranks.accelerator.autocast():
-            return completion_logprobs(
-                model,
-                tokens,
-                temperature=self.temperature,
-                layout=self._layout,
-                entropy_gradients=entropy_gradients,
-                count_hits=count_hits,
-            )
 
     def _fitting_layout(self) -> Layout:
         """The fastest layout that says what the model's own forward pass says, found before the first pass; else ModelError."""

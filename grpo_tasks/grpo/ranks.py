@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Of ranks."""
+        """Number of ranks."""
         return self.accelerator.num_processes
 
     @property

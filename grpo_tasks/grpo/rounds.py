@@ -131,7 +131,7 @@ class Rollout:
 
     @property
     def prompt_of(self) -> list[int]:
-        """Of each completion the index of its prompt."""
+        """For each completion the index of its prompt."""
         return [index for index in range(len(self.rows)) for _ in range(self.group_size)]
 
     @property

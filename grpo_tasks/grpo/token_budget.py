@@ -6,7 +6,6 @@ is repeated with half of the tokens, and below one completion of full length wit
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -37,12 +36,12 @@ class CudaMemory:
         return float(torch.cuda.memory_allocated(self._device))
 
     def peak(self) -> float:
-        """The most since `begin`."""
+        """The most that was allocated since `begin`."""
         return float(torch.cuda.max_memory_allocated(self._device))
 
 
 def device_memory(device: torch.device) -> CudaMemory | None:
-    """None where the device does not report it."""
+    """The memory of a device; None where it does not report it."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -84,8 +83,12 @@ def with_measured_budget(
     calculated = stage.max_tokens_per_microbatch
     if spec.stage.max_tokens_per_microbatch != "auto" or memory is None or not isinstance(calculated, int) or policies.sharded:
         return stage
+    try:
+        known = Budget(**json.loads(directory.token_budget.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        known = None
     # What one rank has read holds for all: a disk on the network may show the file late.
-    budget = ranks.gather(_read(directory.token_budget, calculated))[0]
+    budget = ranks.gather(known if known is not None and known.calculated == calculated else None)[0]
     if budget is None:
         # A server on the same card sleeps during an update. It was started awake; it sleeps after it was given weights.
         engine.sync()
@@ -160,12 +163,3 @@ def _plan(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float) 
     architecture = causal_model(policy).config
     rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
     return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
-
-
-def _read(path: Path, calculated: int) -> Budget | None:
-    """What an earlier start has found; None if there is none, or one of another card or config."""
-    try:
-        found = Budget(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    return found if found.calculated == calculated else None

@@ -48,7 +48,7 @@ class View:
     kl_every: int
 
     def last(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Of the last `size` updates; empty while there are fewer."""
+        """Values of the last `size` updates; empty while there are fewer."""
         return self._complete(metric, self.step, size)
 
     def window(self, metric: str) -> int:
@@ -56,7 +56,7 @@ class View:
         return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == metrics.KL else WINDOW
 
     def first(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Of the first `size` updates; empty as long as they overlap with the last ones."""
+        """Values of the first `size` updates; empty as long as they overlap with the last ones."""
         return self._complete(metric, self.since + size, size) if self.step >= self.since + 2 * size else []
 
     def family(self, family: str, *, ending: str = "") -> list[str]:

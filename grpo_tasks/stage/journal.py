@@ -69,12 +69,12 @@ class Journal:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """None when there is no file yet."""
+    """All complete lines; empty when there is no file yet."""
     return read_lines(path, EVENT_KEYS)[0]
 
 
 def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines after `offset` bytes, and the offset after them; none when there is no file yet.
+    """The complete lines after `offset` bytes, and the offset after them; empty when there is no file yet.
 
     TrainingError where a line is damaged, with its number, or the file cannot be read.
     """

@@ -64,7 +64,7 @@ class Watch:
 
     spec: StageSpec
     updates: int
-    """Of the complete stage."""
+    """Number of updates of the stage."""
     journal: Journal
     events: Events
     guards: Guards

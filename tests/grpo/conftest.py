@@ -1,6 +1,7 @@
 """Stages to train: the embedded model, thirty sums, real rewards."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 
 from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.stage.journal import read_events
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -72,9 +74,20 @@ class Stages:
     def train(self, name="stage", **settings):
         """Train a stage to its end; its result and its directory."""
         directory = self.write(name, **settings)
+        return self.resume(directory), directory
+
+    def resume(self, directory, until=None):
+        """Train what is left of a stage; with `until` only up to that update, as a kill behind it leaves it."""
         spec = StageSpec.load(directory.spec)
-        with suite_of(spec) as suite:
-            return Trainer(directory, suite).train(), directory
+        suite = suite_of(spec)
+        # Demonstrations have no rewards.
+        with suite if spec.stage.rewards else nullcontext():
+            trainer = Trainer(directory, suite)
+            trainer.updates = until or trainer.updates
+            result = trainer.train()
+        if until is not None:
+            directory.result.unlink()
+        return result
 
 
 def journal(directory):
@@ -82,17 +95,41 @@ def journal(directory):
     return [json.loads(line)["metrics"] for line in directory.journal.read_text().splitlines()]
 
 
-@pytest.fixture
-def stages(tmp_path):
+def events(directory):
+    """What happened in a stage besides its updates."""
+    return read_events(directory.events)
+
+
+def stages_in(folder):
+    """Stages of thirty sums."""
     rows = []
     for a in range(11, 41):
         messages, answer = [SYSTEM, {"role": "user", "content": f"What is {a} + 27?"}], str(a + 27)
         row = {"prompt_id": prompt_id(messages, answer), "source": "made", "line": a, "prompt": messages}
         rows.append(row | {"answer": answer, "prompt_tokens": 34, "extra": "{}", "answers": None, "task": ""})
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    return Stages(tmp_path)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return Stages(folder)
+
+
+@pytest.fixture
+def stages(tmp_path):
+    return stages_in(tmp_path)
 
 
 @pytest.fixture
 def train(stages):
     return stages.train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Results and directories of trained stages by their settings, for the tests of a module, which only read them."""
+    made, known = stages_in(tmp_path_factory.mktemp("trained")), {}
+
+    def train(**settings):
+        key = json.dumps(settings, sort_keys=True)
+        if key not in known:
+            known[key] = made.train(f"stage-{len(known)}", **settings)
+        return known[key]
+
+    return train

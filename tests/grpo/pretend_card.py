@@ -5,7 +5,6 @@ number or of a copy that is not `non_blocking`, the line of our code is recorded
 """
 
 import sys
-import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -31,46 +30,6 @@ WAITING |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_d
 INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
-class Memory:
-    """Bytes that tensors on the card take, counted once `total` is set, and a limit from `begin` to the peak."""
-
-    def __init__(self):
-        self.total = self.limit = None
-        self.limited = False
-        self.live = self.most = self.began = 0
-        self.taken = []
-        """What each reading of the peak has found."""
-        self._known = set()
-
-    def begin(self):
-        self.limited = self.limit is not None
-        self.began = self.most = self.live
-        return self.live
-
-    def peak(self):
-        self.limited = False
-        self.taken.append(self.most - self.began)
-        return self.most
-
-    def add(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if self.total is None or key in self._known:
-            return
-        if self.limited and self.live + size - self.began > self.limit:
-            raise torch.OutOfMemoryError(f"the card is full: {size} bytes more")
-        self._known.add(key)
-        self.live += size
-        self.most = max(self.most, self.live)
-        weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key, size):
-        self._known.discard(key)
-        self.live -= size
-
-
-MEMORY = Memory()
-
-
 class OnCard(torch.Tensor):
     """A tensor on the card; `host` has its numbers."""
 
@@ -80,7 +39,6 @@ class OnCard(torch.Tensor):
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CARD
         )
         made.host = host
-        MEMORY.add(host.untyped_storage())
         return made
 
     def tolist(self):

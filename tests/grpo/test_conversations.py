@@ -1,13 +1,7 @@
 """Stages whose policy is answered: what is trained, what is rewarded, what is written down."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -21,20 +15,23 @@ from grpo_tasks.grpo.microbatches import make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import rewards_of, sample_groups, score_groups, with_charged_faults
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.policy.load import load_tokenizer
+from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.conversations import Player
+from grpo_tasks.rollout.conversations import Player, player
 from grpo_tasks.rollout.engine import Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.completion import CompletionConfig
+from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.stage import StageConfig
-from schemas.results.model import StageResult
+from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
 from tests.rollout.counting import Counting, interaction, three_rows
+from tests.rollout.tool_model import write_model
 
 FIGURES = (
     "conversations/turns",
@@ -91,8 +88,7 @@ def reference_logps(model, rollout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [12, 4])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize(("loss_type", "size"), [("grpo", 12), ("dapo", 4), ("dr_grpo", 4)])
 def test_the_loss_is_that_of_the_written_tokens_alone(policy, rollout, loss_type, size):
     policy.eval()
     stage, made = microbatches(
@@ -109,7 +105,7 @@ def test_the_loss_is_that_of_the_written_tokens_alone(policy, rollout, loss_type
     wanted_gradients = torch.autograd.grad(wanted, [one for one in policy.parameters() if one.requires_grad])
     loss = torch.zeros(())
     for microbatch in made:
-        scores = completion_scores(policy, microbatch.tokens)
+        scores = completion_logprobs(policy, microbatch.tokens, temperature=1.0).logps
         inputs = LossInputs(
             logps=scores,
             old_logps=scores.detach(),
@@ -123,10 +119,6 @@ def test_the_loss_is_that_of_the_written_tokens_alone(policy, rollout, loss_type
     gradients = torch.autograd.grad(loss, [one for one in policy.parameters() if one.requires_grad])
     for found, right in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)
-
-
-def completion_scores(policy, tokens):
-    return completion_logprobs(policy, tokens, temperature=1.0).logps
 
 
 def test_tokens_of_the_environment_have_no_weight_wherever_they_stand(rollout):
@@ -153,16 +145,10 @@ def test_tokens_of_the_environment_have_no_weight_wherever_they_stand(rollout):
     assert (logps.grad[made.trained] != 0).all()
 
 
-def test_truncated_conversations_can_be_left_out(rollout):
-    cut = [replace(one, finish_reason="length" if index % 2 else "stop") for index, one in enumerate(rollout.completions)]
-    _, (made,) = microbatches(replace(rollout, completions=cut), mask_truncated_completions=True)
-    assert list(made.indices) == [0, 2, 4, 6, 8, 10]
-
-
 @pytest.fixture
 def suite():
     """The reward of the environment, and functions of a test."""
-    rewards = {"functions": {name: {"function": f"tests.grpo.turn_rewards:{name}"} for name in ("shape", "by_turn")}}
+    rewards = {"functions": {name: {"function": f"tests.grpo.rewards:{name}"} for name in ("shape", "by_turn")}}
     with RewardSuite(RewardsConfig(**rewards), ["environment", "shape", "by_turn"]) as made:
         yield made
 
@@ -288,34 +274,64 @@ def test_a_stage_trains_on_conversations(stages):
     assert lines[0]["completions/mean_length"] == pytest.approx(table["completion_tokens"].mean())
 
 
-@pytest.mark.long
-def test_a_killed_stage_of_conversations_ends_in_the_same_bytes(stages):
-    whole, killed = write(stages, "whole"), write(stages, "killed")
-    run(whole)
-    run(killed, until=2)
-    run(killed)
-    results = [StageResult.load(one.result) for one in (whole, killed)]
-    assert results[0].sha256 == results[1].sha256
-    assert results[1].resumed >= 1
-    assert [line["loss"] for line in journal(whole)] == [line["loss"] for line in journal(killed)]
+# As on the page of TRL about environments, without an import of ours.
+WRITTEN_FOR_TRL = '''
+class SummingEnv:
+    def reset(self, **kwargs) -> str | None:
+        self.total = 0
+        self.calls = 0
+        self.level = kwargs["level"]
+        return " You may add."
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Adds two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+
+        Returns:
+            Their sum.
+        """
+        self.total += a + b
+        self.calls += 1
+        return a + b
 
 
-def run(directory, until=None):
-    """Train in a process of its own; with `until` it is killed as soon as the journal has that many lines."""
-    code = f"""
-import sys
-from pathlib import Path
-from tests.grpo.test_conversations import train_here
-from grpo_tasks.stage.stage_dir import StageDir
-directory = StageDir(Path({str(directory.root)!r}))
-train_here(directory).save(directory.result)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
-    while process.poll() is None:
-        lines = directory.journal.read_bytes().count(b"\n") if directory.journal.exists() else 0
-        if until is not None and lines >= until:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return
-        time.sleep(0.01)
-    assert until is not None or process.returncode == 0
+def calls_reward(environments, **kwargs) -> list[float]:
+    return [float(environment.calls) for environment in environments]
+
+
+def total_reward(completions, environments, level, **kwargs) -> list[float]:
+    assert [environment.level for environment in environments] == level
+    return [environment.total / 100 for environment in environments]
+'''
+
+
+@pytest.mark.slow
+def test_a_reward_written_for_trl_sees_what_its_environment_has_become(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "for_trl.py").write_text(WRITTEN_FOR_TRL, encoding="utf-8")
+    ref = ModelRef(path=str(write_model(tmp_path / "model", weights=True)))
+    config, free = InteractionConfig(environment="for_trl:SummingEnv", workers=2, max_turns=3), CompletionConfig(format="none")
+    names = ["calls_reward", "total_reward"]
+    functions = {"functions": {name: {"function": f"for_trl:{name}"} for name in names}, "module_dir": str(tmp_path)}
+    rollout = RolloutConfig(max_completion_length=24)
+    with (
+        player(config, ref, ModelConfig(), rollout, completion=free) as found,
+        RewardSuite(RewardsConfig(**functions), names) as suite,
+    ):
+        engine = LocalEngine(load_policy(ref, ModelConfig(), device=torch.device("cpu")), found.tokenizer)
+        given = (engine, found.tokenizer, three_rows(), Sampling.of(rollout))
+        played = sample_groups(*given, numbers=range(3), group_size=4, seed=5, player=found)
+        scored = score_groups(suite, played, step=1)
+    conversations = [completion.conversation for completion in scored.rollout.completions]
+    answers = [[message["content"] for message in one.said if message["role"] == "tool"] for one in conversations]
+    sums = [[int(text) for text in texts if text.isdigit()] for texts in answers]
+    assert any(sums)
+    assert scored.scores.raw[:, 0].tolist() == [float(len(each)) for each in sums]
+    assert np.allclose(scored.scores.raw[:, 1], [sum(each) / 100 for each in sums])
+    assert all(one.prompt[-1]["content"].endswith(" You may add.") for one in conversations)
+    stage = StageConfig(name="s", rewards=["calls_reward", "total_reward"], num_generations=4)
+    assert not advantages(rewards_of(scored), stage).dead.all()

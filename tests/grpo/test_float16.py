@@ -1,4 +1,4 @@
-"""float16 under an adapter: the loss is scaled, so that the gradient of an update of many tokens is not lost."""
+"""16 bits: the loss of float16 is scaled, so that no gradient is lost, and a sampler in 16 bits follows the trainer."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ import torch
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.run import RunConfig
 from schemas.errors import NotFiniteError
+from tests.benchmarks.mismatch import mismatch
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
 
@@ -48,18 +49,6 @@ def test_the_gradient_of_an_update_of_many_tokens_is_that_of_float32(stages):
     }
     assert errors["s"] < 0.02
     assert errors["u"] > 0.1
-
-
-@pytest.mark.slow
-def test_a_stage_in_float16_learns_and_journals_its_scale(stages):
-    result, directory = stages.train("half", **SHORT, max_steps=2)
-    lines = journal(directory)
-    assert [line["loss_scale"] for line in lines] == [65536.0] * 2
-    assert {line["skipped_step"] for line in lines} == {0.0}
-    assert result.steps == 2
-    _, plain = stages.train("plain", **SHORT | {"model": {}}, max_steps=1)
-    assert not {"loss_scale", "skipped_step"} & journal(plain)[0].keys()
-    assert lines[0]["grad_norm"] == pytest.approx(journal(plain)[0]["grad_norm"], rel=0.05)
 
 
 def poisoned(trainer, updates):
@@ -112,23 +101,6 @@ def test_a_gradient_that_is_never_finite_stops_the_stage_in_the_end(stages, monk
     assert [line.get("loss_scale") for line in journal(directory)] == [2.0, None]
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_can_be_rolled_back_in_float16(stages, monkeypatch):
-    from grpo_tasks.grpo import learner as module
-
-    policy_loss, calls = module.policy_loss, []
-
-    def broken(*arguments):
-        calls.append(1)
-        out = policy_loss(*arguments)
-        return replace(out, loss=out.loss * float("nan")) if len(calls) == 2 else out
-
-    monkeypatch.setattr(module, "policy_loss", broken)
-    result, directory = stages.train("back", **SHORT, max_steps=4, save_steps=1, guards={"not_finite": "rollback"})
-    assert result.steps == 4
-    assert "loss" not in journal(directory)[1]
-
-
 def test_float16_is_refused_where_gradients_cannot_be_scaled():
     tree = {
         "data": {"train": [{"path": "embedded:arithmetic_train.jsonl"}]},
@@ -140,3 +112,12 @@ def test_float16_is_refused_where_gradients_cannot_be_scaled():
         ValueError, match=r"resources\.fsdp does not support the loss scaling of float16; fix: model\.dtype: bfloat16"
     ):
         RunConfig.model_validate(tree)
+
+
+@pytest.mark.slow
+def test_after_small_updates_a_16_bit_sampler_has_the_trained_policy():
+    found = mismatch(updates=6)
+    # Nearly all that the policy has moved reaches the sampler; folded into the weights, most of it would be lost.
+    assert found.sampler < 0.1 * found.moved
+    assert found.folded > 0.3 * found.moved
+    assert max(found.measured) < 0.05

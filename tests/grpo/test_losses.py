@@ -134,6 +134,17 @@ def theirs(batch, settings, on_policy):
     return loss, logps.grad, entropies.grad, trainer._metrics["train"]
 
 
+def assert_equals_trl(batch, settings, on_policy):
+    out, gradient, entropy_gradient = ours(batch, settings, on_policy)
+    loss, wanted, wanted_entropy, metrics = theirs(batch, settings, on_policy)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+    if settings.entropy_coef:
+        torch.testing.assert_close(entropy_gradient, wanted_entropy, rtol=1e-6, atol=1e-12)
+    if settings.beta and not settings.use_bias_correction_kl:
+        assert (out.kl_sum / batch.mask.sum()).item() == pytest.approx(metrics["kl"][0], rel=1e-6)
+
+
 @pytest.mark.parametrize("on_policy", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -141,13 +152,7 @@ def theirs(batch, settings, on_policy):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_loss_and_gradient_equal_trl(loss_type, clip, level, beta, on_policy):
     settings = stage(loss_type=loss_type, importance_sampling_level=level, beta=beta, **clip)
-    batch = tensors(seed=3)
-    out, gradient, _ = ours(batch, settings, on_policy)
-    loss, wanted, _, metrics = theirs(batch, settings, on_policy)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
-    if beta:
-        assert (out.kl_sum / batch.mask.sum()).item() == pytest.approx(metrics["kl"][0], rel=1e-6)
+    assert_equals_trl(tensors(seed=3), settings, on_policy)
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -162,31 +167,16 @@ def test_loss_and_gradient_equal_trl(loss_type, clip, level, beta, on_policy):
         {"loss_type": "sapo", "importance_sampling_level": "sequence"},
         {"loss_type": "dapo", "use_bias_correction_kl": True},
         {"loss_type": "grpo", "use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+        *(
+            {"loss_type": loss_type} | entropy
+            for loss_type in ("grpo", "dapo", "dr_grpo")
+            for entropy in ({"entropy_coef": 0.01}, {"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.0})
+        ),
     ],
     ids=str,
 )
-def test_cispo_sapo_and_the_corrected_kl_equal_trl(settings, beta, on_policy):
-    chosen, batch = stage(beta=beta, **settings), tensors(seed=4)
-    out, gradient, _ = ours(batch, chosen, on_policy)
-    loss, wanted, _, _ = theirs(batch, chosen, on_policy)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("on_policy", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize(
-    "settings", [{"entropy_coef": 0.01}, {"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.0}], ids=str
-)
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_the_entropy_bonus_and_mask_equal_trl(loss_type, settings, beta, on_policy):
-    chosen, batch = stage(beta=beta, loss_type=loss_type, **settings), tensors(seed=8)
-    out, gradient, entropy_gradient = ours(batch, chosen, on_policy)
-    loss, wanted, wanted_entropy, _ = theirs(batch, chosen, on_policy)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
-    if chosen.entropy_coef:
-        torch.testing.assert_close(entropy_gradient, wanted_entropy, rtol=1e-6, atol=1e-12)
+def test_other_losses_kl_correction_and_entropy_terms_equal_trl(settings, beta, on_policy):
+    assert_equals_trl(tensors(seed=4), stage(beta=beta, **settings), on_policy)
 
 
 @pytest.mark.parametrize("bounds", [{}, {"importance_sampling_clip_max": 1.2, "importance_sampling_clip_min": 0.8}], ids=str)
@@ -201,10 +191,7 @@ def test_the_correction_for_the_sampler_equals_trl(mode, bounds):
         batch.correction = ratio.clamp(min=low, max=high)
     else:
         batch.correction = ratio.masked_fill((ratio < (low or 0)) | (ratio > high), 0.0)
-    out, gradient, _ = ours(batch, chosen, on_policy=False)
-    loss, wanted, _, _ = theirs(batch, chosen, on_policy=False)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+    assert_equals_trl(batch, chosen, on_policy=False)
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2])
@@ -215,10 +202,7 @@ def test_the_off_policy_sequence_mask_equals_trl(settings, threshold):
     chosen, batch = stage(off_policy_mask_threshold=threshold, beta=0.04, **settings), tensors(seed=12)
     kept = off_policy_mask(batch.logps, batch.sampler, batch.advantages[:, None], batch.mask, chosen)
     assert 0 < (~kept).sum() < (batch.advantages < 0).sum()
-    out, gradient, _ = ours(batch, chosen, on_policy=False)
-    loss, wanted, _, _ = theirs(batch, chosen, on_policy=False)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+    assert_equals_trl(batch, chosen, on_policy=False)
 
 
 @pytest.mark.parametrize("mode", ["geometric_truncate", "geometric_mask"])
@@ -299,14 +283,6 @@ def test_k3_is_never_negative_and_zero_only_for_equal_policies():
     x = torch.linspace(-3, 3, 101, dtype=torch.float64)
     assert (k3(x) >= -1e-12).all()
     assert k3(torch.zeros(1)).item() == 0
-
-
-def test_on_policy_gradient_is_that_of_advantage_times_logp():
-    settings = stage(loss_type="dr_grpo")
-    batch = tensors(seed=7)
-    _, gradient, _ = ours(batch, settings, on_policy=True)
-    wanted = -(batch.advantages[:, None] * batch.mask) / (6 * MAX_LENGTH)
-    torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""Guards on journals written here. On stages that train: tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
+"""Guards on journals written here; tests/grpo/test_guards.py has stages that train."""
 
 import math
 import re
@@ -7,8 +7,6 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flows.cli.inspection import show_fields
@@ -81,18 +79,6 @@ def test_a_policy_that_learns_may_become_certain_and_write_more(tmp_path):
     assert not written(tmp_path, learning)
 
 
-def test_updates_before_a_roll_back_do_not_count(tmp_path):
-    journal, guards = Journal(tmp_path / "metrics.jsonl"), Guards(GuardsConfig())
-    for step in range(1, 31):
-        journal.append(step, HEALTHY | {"kl": 0.9})
-        assert bool(guards.check(journal, step)) == (step == 10)
-        if step == 10:
-            guards.since = 10
-            guards.config = GuardsConfig(kl_blow_up="off")
-    guards.config = GuardsConfig()
-    assert [firing.event for firing in guards.check(journal, 20)] == ["kl_blow_up"]
-
-
 def test_every_guard_has_its_setting():
     assert {guard.event for guard in GUARDS} | {"not_finite"} == set(GuardsConfig.model_fields) - {
         "max_rollbacks",
@@ -100,46 +86,10 @@ def test_every_guard_has_its_setting():
     }
 
 
-THRESHOLDS = {
-    "reward_std_collapse": (0.0005, 0.5),
-    "kl_blow_up": (1.2, 0.01),
-    "dead_groups": (0.99, 0.1),
-    "truncation": (0.8, 0.05),
-    "entropy_collapse": (0.01, 0.9),
-    "length_explosion": (4.0, 1.5),
-    "format_regression": (0.5, 0.01),
-    "sampler_mismatch": (0.5, 0.001),
-}
-"""For each guard a threshold that its fault does not reach, and one that a smaller fault reaches."""
-
-
-@pytest.mark.parametrize("event", FAULTS)
-def test_a_guard_fires_at_the_configured_threshold(tmp_path, event):
-    lax, strict = THRESHOLDS[event]
-    trouble = lambda step: HEALTHY | (FAULTS[event] if step > 25 else {})  # noqa: E731
-    assert event not in {found for found, _ in written(tmp_path, trouble, steps=45, guards={event: {"threshold": lax}})}
-    (tmp_path / "strict").mkdir()
-    # A tenth of the trouble is enough for a strict one.
-    name, bad = next(iter(FAULTS[event].items()))
-    small = {name: HEALTHY[name] + 0.1 * (bad - HEALTHY[name])}
-    if event == "length_explosion":
-        small = {name: 1.7 * HEALTHY[name]}
-    fired = written(
-        tmp_path / "strict",
-        lambda step: HEALTHY | (small if step > 25 else {}),
-        steps=45,
-        guards={event: {"action": "stop", "threshold": strict}},
-    )
-    assert {firing.action for (found, _), firing in fired.items() if found == event} == {"stop"}
-
-
-def test_a_reward_that_rises_less_than_the_threshold_is_flat(tmp_path):
+def test_a_reward_that_rises_less_than_the_threshold_is_flat():
     rising = lambda step: HEALTHY | {"reward": 1.0 + 0.004 * step}  # noqa: E731
-    assert not written(tmp_path, rising)
-    (tmp_path / "more").mkdir()
-    assert {event for event, _ in written(tmp_path / "more", rising, guards={"flat_reward": {"threshold": 0.9}})} == {
-        "flat_reward"
-    }
+    assert not firings(rising)
+    assert {event for event, _ in firings(rising, flat_reward={"threshold": 0.9})} == {"flat_reward"}
 
 
 @pytest.mark.parametrize("every", [2, 10, 25])
@@ -154,13 +104,6 @@ def test_a_kl_that_few_updates_measure_is_judged_by_three_measurements(tmp_path,
     assert 2 * every < step <= max(10, 5 * every)
     [firing] = fired.values()
     assert f"over the last {max(10, 3 * every)} updates" in firing.detail
-
-
-def test_a_single_outlier_is_no_blow_up(tmp_path):
-    def sparse(step):
-        return HEALTHY | ({"kl": 5.0} if step == 41 else {}) if step % 10 == 1 else {"reward": 1.0, "reward_std": 0.3}
-
-    assert not written(tmp_path, sparse, guards={"flat_reward": "off", "reward_std_collapse": "off"}, kl_every=10)
 
 
 def test_the_kl_guard_says_when_it_cannot_fire():
@@ -228,22 +171,6 @@ def test_thresholds_are_parameters_and_fields_of_their_own(capsys, monkeypatch):
     assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats per token", capsys.readouterr().out)
 
 
-ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}
-
-
-@pytest.mark.slow
-@given(st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=8), st.integers(0, 3))
-def test_guards_accept_metrics_that_are_missing_for_a_while(tmp_path_factory, missing, bad):
-    """An update whose groups are all dead has no KL and no entropy; a reward that is not asked has no success."""
-    path = tmp_path_factory.mktemp("guards") / "metrics.jsonl"
-    journal, guards = Journal(path, writes=False), Guards(GuardsConfig())
-    trouble = list(FAULTS.values())[bad]
-    for step in range(1, 12 * len(missing) + 1):
-        absent = missing[(step - 1) // 12]
-        journal.append(step, {name: value for name, value in (HEALTHY | trouble).items() if name not in absent})
-        guards.check(journal, step)
-
-
 def firings(metrics_of, *, steps=120, since=0, **guards):
     """(event, update) of every firing on a journal without noise."""
     journal = Journal(Path("unwritten.jsonl"), writes=False)
@@ -292,24 +219,24 @@ def test_what_succeeds_nine_times_in_ten_is_learnt(success, fires):
 
 
 LIMITS = {
-    "reward_std_collapse": ("reward_std", 0.01, 0.0099),
-    "kl_blow_up": ("kl", 0.5, 0.501),
-    "dead_groups": ("frac_reward_zero_std", 0.9, 0.901),
-    "truncation": ("completions/clipped_ratio", 0.5, 0.501),
-    "sampler_mismatch": ("sampling/sampling_logp_difference/mean", 0.1, 0.101),
-    "entropy_collapse": ("entropy", 0.2, 0.199),
-    "length_explosion": ("completions/mean_length", 60.0, 60.1),
-    "format_regression": ("rewards/format/success", 0.75, 0.749),
+    "reward_std_collapse": ("reward_std", 0.2, 0.2, 0.199),
+    "kl_blow_up": ("kl", None, 0.5, 0.501),
+    "dead_groups": ("frac_reward_zero_std", 0.6, 0.6, 0.601),
+    "truncation": ("completions/clipped_ratio", 0.2, 0.2, 0.201),
+    "sampler_mismatch": ("sampling/sampling_logp_difference/mean", None, 0.1, 0.101),
+    "entropy_collapse": ("entropy", 0.5, 0.5, 0.499),
+    "length_explosion": ("completions/mean_length", None, 60.0, 60.1),
+    "format_regression": ("rewards/format/success", 0.3, 0.65, 0.649),
 }
-"""For each guard its metric, the value at its default threshold, and one just beyond."""
+"""For each guard its metric, a threshold (None: the default), the value that just reaches it, and one just beyond."""
 
 
 @pytest.mark.parametrize("event", LIMITS)
 def test_a_guard_fires_beyond_its_threshold_and_not_at_it(event):
-    metric, at, beyond = LIMITS[event]
-    healthy = HEALTHY | {"entropy": 1.0}
+    metric, threshold, at, beyond = LIMITS[event]
+    healthy, given = HEALTHY | {"entropy": 1.0}, {} if threshold is None else {event: {"threshold": threshold}}
     for value, wanted in [(at, []), (beyond, [(event, 20)])]:
-        found = firings(lambda step, value=value: healthy | ({metric: value} if step > 10 else {}), steps=20)
+        found = firings(lambda step, value=value: healthy | ({metric: value} if step > 10 else {}), steps=20, **given)
         assert [(name, 20) for name, _ in found] == wanted
 
 
@@ -337,7 +264,17 @@ def test_a_reward_is_flat_within_two_standard_errors(rise, fires):
     assert bool(firings(swinging(rise, size=25), steps=50)) == fires
 
 
-@pytest.mark.parametrize(("every", "fires"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("every", "fires"), [(2, True), (3, False), (50, False)])
 def test_a_metric_is_judged_when_half_of_the_updates_have_it(every, fires):
+    # An update whose groups are all dead has no KL.
     kl = lambda step: {name: value for name, value in (HEALTHY | {"kl": 0.9}).items() if name != "kl" or step % every == 0}  # noqa: E731
     assert bool(firings(kl, steps=20)) == fires
+
+
+def test_a_reward_function_may_have_no_success_for_a_while():
+    silent = {name: value for name, value in HEALTHY.items() if not name.endswith("success")}
+    assert firings(lambda step: silent if 12 < step <= 24 else HEALTHY, steps=45) == []
+
+
+def test_a_single_outlier_is_no_blow_up():
+    assert not firings(lambda step: HEALTHY | ({"kl": 5.0} if step == 41 else {}), flat_reward="off")

@@ -1,11 +1,15 @@
-"""A stage trains on the prompts in its band of pass rates, and lists the others."""
+"""What measured pass rates do: a stage trains on the prompts in its band, and starts if its policy solves enough of them."""
+
+from itertools import combinations
 
 import polars as pl
 import pytest
+from pydantic import ValidationError
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
+from grpo_tasks.stage.kept_prompts import choose_prompts, pass_at_group, require_pass_at_group, require_prompts
 from grpo_tasks.stage.stage_dir import StageDir
+from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError
 from schemas.tables import LeftOut, StagePrompts
@@ -109,3 +113,64 @@ def test_too_few_prompts_stop_with_the_numbers_and_a_fix(train):
 def test_a_stage_without_a_band_is_never_refused(train):
     counts = choose_prompts(train, table(), stage()).counts
     require_prompts(counts, stage(), min_prompts=1_000)
+
+
+def rates(*solved, samples=8, stage="s"):
+    given = [(stage, None if count is None else count / samples, samples) for count in solved]
+    return pl.DataFrame(given, schema={"stage": pl.String, "pass_rate": pl.Float64, "samples": pl.Int64}, orient="row")
+
+
+def gated(**settings):
+    return stage(**{"num_generations": 4, "per_device_train_batch_size": 4} | settings)
+
+
+def by_counting(solved, samples, size):
+    """Share of all choices of `size` samples that hold a solved one."""
+    chosen = list(combinations(range(samples), size))
+    return sum(min(each) < solved for each in chosen) / len(chosen)
+
+
+@pytest.mark.parametrize("solved", [0, 1, 4, 8])
+def test_it_is_the_share_of_groups_with_a_solved_completion(solved):
+    assert pass_at_group(rates(solved), gated()) == pytest.approx(by_counting(solved, 8, 4))
+
+
+def test_it_is_the_mean_over_the_prompts_that_were_measured():
+    assert pass_at_group(rates(0, 8, None), gated()) == 0.5
+    assert pass_at_group(rates(0, 8, stage="other"), gated()) is None
+
+
+def test_fewer_samples_than_a_group_use_the_rate():
+    assert pass_at_group(rates(1, samples=2), gated()) == pytest.approx(1 - 0.5**4)
+
+
+def test_too_low_a_figure_stops_with_numbers_and_advice():
+    with pytest.raises(
+        DataError, match=r"pass@4 of the training prompts is 25.0%.*30.0%: 3 of 4 prompts are never solved"
+    ) as caught:
+        require_pass_at_group(rates(0, 0, 0, 8), gated(min_pass_at_group=0.3))
+    assert "kind sft" in caught.value.fix
+    require_pass_at_group(rates(0, 0, 0, 8), gated(min_pass_at_group=0.25))
+    require_pass_at_group(rates(0, 0, 0, 0), gated())
+
+
+@pytest.mark.parametrize("measured", [rates(None, None), rates(), rates(8, 8, stage="other")])
+def test_a_gate_that_nothing_was_measured_for_stays_shut(measured):
+    with pytest.raises(DataError, match=r"pass@4 of the training prompts is unknown.*10.0%") as caught:
+        require_pass_at_group(measured, gated(min_pass_at_group=0.1))
+    assert "measure_difficulty" in caught.value.fix
+    require_pass_at_group(measured, gated())
+
+
+DATA = {"train": [{"path": "embedded:arithmetic_train.jsonl"}]}
+SFT = {"name": "a", "kind": "sft", "demonstrations": {"column": "solution"}}
+
+
+def test_the_gate_needs_pass_rates_of_its_start_policy():
+    gate = {"name": "b", "rewards": ["format"], "min_pass_at_group": 0.2}
+    with pytest.raises(ValidationError, match="measure_difficulty: true"):
+        RunConfig(data=DATA, stages=[gate])
+    with pytest.raises(ValidationError, match="measure_difficulty: true"):
+        RunConfig(data=DATA, stages=[SFT, gate], difficulty={"samples": 8})
+    RunConfig(data=DATA, stages=[gate], difficulty={"samples": 8})
+    RunConfig(data=DATA, stages=[SFT, gate | {"measure_difficulty": True}], difficulty={"samples": 8})

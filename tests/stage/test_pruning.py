@@ -33,16 +33,6 @@ def test_at_every_update_the_best_run_continues(values, seeds, same_seed):
     assert find_lag(best, [one for one in curves if one is not best], 10, min_siblings=1, same_seed=same_seed) is None
 
 
-@given(values=st.lists(REWARDS, min_size=2, max_size=8), ours=REWARDS, order=st.randoms(use_true_random=False))
-def test_the_order_in_which_the_others_are_read_does_not_matter(values, ours, order):
-    siblings = [curve(f"k{index}", value, seed=index % 2) for index, value in enumerate(values)]
-    shuffled = order.sample(siblings, len(siblings))
-    own = curve("own", ours)
-    assert find_lag(own, siblings, 10, min_siblings=2, same_seed=False) == find_lag(
-        own, shuffled, 10, min_siblings=2, same_seed=False
-    )
-
-
 def test_what_counts_is_the_best_so_far_at_the_same_update():
     own = Curve(key="own", seed=1, family="f", values={10: 0.5, 20: 0.2})
     late = [Curve(key=f"k{index}", seed=1, family="f", values={10: 0.1, 20: 0.4, 30: 2.0}) for index in range(2)]

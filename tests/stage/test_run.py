@@ -1,10 +1,12 @@
-"""The seam between the engines and their callers: `run_stage`."""
+"""`run_stage`, the seam between the trainer and its callers, and what a checkpoint holds besides weights and optimizer."""
 
 import pytest
 
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ConfigError, RewardError
+from tests.grpo.conftest import events, journal
+from tests.in_process import suite_of
 
 
 def spec_of(stages, **settings):
@@ -44,3 +46,26 @@ def test_an_error_of_a_reward_reaches_the_caller_in_this_process(stages, tmp_pat
     spec = spec_of(stages, rewards={"functions": {"fail": {"function": "failing:fail"}}}, stage_rewards=["fail"])
     with pytest.raises(RewardError, match="no score"):
         run_stage(spec, tmp_path / "failed", in_process=True)
+
+
+@pytest.mark.slow
+def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(stages):
+    adaptive = {"functions": {"format": {"adaptive": {}}}}
+    _, directory = stages.train("stopped", max_steps=2, save_steps=1, rewards=adaptive)
+    directory.result.unlink()
+    spec = StageSpec.load(directory.spec)
+    with suite_of(spec) as suite:
+        trainer = stages.trainer(directory, suite)
+        counters = trainer.counters
+        assert (counters.step, counters.resumed, counters.tokens) == (2, 1, journal(directory)[-1]["num_tokens"])
+        assert counters.seconds > 0
+        state = suite.state()
+        # A roll back goes to the oldest checkpoint where none is old enough; it is saved with the next one.
+        assert trainer.checkpoints.roll_back(to=-8) == 1
+        assert (trainer.guards.since, trainer.guards.rollbacks, counters.step) == (2, 1, 2)
+        trainer.checkpoints.save()
+    with suite_of(spec) as suite:
+        again = stages.trainer(directory, suite)
+        assert (again.guards.since, again.guards.rollbacks, again.counters.resumed) == (2, 1, 2)
+        assert suite.state() == state
+    assert [event["event"] for event in events(directory) if event["event"] == "resumed"] == ["resumed"] * 2

@@ -6,11 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_tasks.stage.stage_dir import StageSpec
 from tests.demo.arithmetic import Problem
 from tests.demo.build import good_completion
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture
-from tests.in_process import suite_of
 
 
 class SupervisedStages(Stages):
@@ -30,19 +28,6 @@ class SupervisedStages(Stages):
             chosen.setdefault("stage_rewards", [])
             return super().write(name, **chosen)
         return super().write(name, **settings)
-
-    def train(self, name="stage", **settings):
-        directory = self.write(name, **settings)
-        return self.resume(directory), directory
-
-    def resume(self, directory):
-        """Train what is left of a stage."""
-        spec = StageSpec.load(directory.spec)
-        suite = suite_of(spec)
-        if not spec.stage.rewards:
-            return self.trainer(directory, suite).train()
-        with suite:
-            return self.trainer(directory, suite).train()
 
 
 @pytest.fixture

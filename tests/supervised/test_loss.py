@@ -1,5 +1,7 @@
 """The loss of a stage of kind sft against transformers' own cross entropy, and TRL's trainer."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -90,11 +92,40 @@ def test_only_the_assistants_turns_are_trained_each_with_its_end(tokenizer):
     ).removesuffix("\n")
 
 
+def trl_first_loss(dataset, tokenizer, folder):
+    """Loss of TRL's SFTTrainer on all rows, as one batch, before any update; and the token ids of the rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl import SFTConfig, SFTTrainer
+
+        settings = SFTConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=len(dataset),
+            max_steps=1,
+            completion_only_loss=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            logging_steps=1,
+            save_strategy="no",
+            learning_rate=1e-9,
+            max_length=None,
+            disable_tqdm=True,
+        )
+        model = AutoModelForCausalLM.from_pretrained(resolve("embedded:base"), dtype="float32")
+        trainer = SFTTrainer(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer)
+        trained_on = list(trainer.train_dataset["input_ids"])
+        # TRL trains on the line break behind the end of a turn too. A policy stops at the end of its turn: no label there.
+        trainer.train_dataset = trainer.train_dataset.map(lambda row: {"labels": [*row["labels"][:-1], -100]})
+        trainer.train()
+    return next(line["loss"] for line in trainer.state.log_history if "loss" in line), trained_on
+
+
 @pytest.mark.slow
 def test_tokens_and_loss_are_those_of_trls_trainer(sums, tokenizer, tmp_path):
     pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    from tests.supervised.trl_reference import trl_first_loss
 
     _, directory = sums.train(max_steps=1, per_device_train_batch_size=30)
     rows = read_prompts(sums.root / "train.parquet")

@@ -103,12 +103,3 @@ def test_an_update_without_any_kept_completion_moves_nothing(sums):
     start, end = (load_file(folder / "adapter_model.safetensors") for folder in (sums.root / "start", directory.final))
     assert start.keys() == end.keys()
     assert all(torch.equal(start[name], end[name]) for name in start)
-
-
-@pytest.mark.slow
-def test_several_updates_train_on_one_rollout(sums):
-    result, directory = sums.train(kind="rejection", max_steps=4, num_iterations=2)
-    lines = journal(directory)
-    assert result.steps == 4
-    assert lines[0]["reward"] == lines[1]["reward"]
-    assert lines[1]["loss"] < lines[0]["loss"]

@@ -44,8 +44,8 @@ def test_several_solutions_of_one_question_are_all_trained_on(sums):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed_at", [4, 8])
-def test_a_stage_that_was_killed_ends_in_the_same_bytes(sums, killed_at):
+def test_a_stage_that_was_killed_ends_in_the_same_bytes(sums):
+    killed_at = 4
     settings = {"max_steps": 10, "save_steps": 2, "save_total_limit": 10, "model": {"lora": {"r": 4, "lora_dropout": 0.1}}}
     whole, directory = sums.train("whole", **settings)
     # What a kill leaves: checkpoints up to some update, a journal that went on, no result.

@@ -1,23 +1,27 @@
-"""`python -m tests.grpo.train_on_card STAGE_DIR [TOTAL [LIMIT] | sharded]`: train a stage on the pretend card.
+"""`python -m tests.grpo.on_card FOLDER [sharded]`: on the pretend card, train the stage in a folder, or merge and
+sample as its merge.json and sample.json say.
 
-The lines that wait go to waits.json. With TOTAL the card reports its memory, of TOTAL bytes; a pass that takes more than LIMIT
-bytes runs out of memory. What passes took goes to taken.json. With `sharded` FSDP2 shards the weights, over this one process.
+The lines that wait go to waits.json. With `sharded` FSDP2 shards the weights, over this one process.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from tests.grpo.pretend_card import CARD, MEMORY, WAITS, card  # first: it names the device
+from tests.grpo.pretend_card import CARD, WAITS, card  # first: it names the device
 
 # isort: split
 import torch
 from accelerate import Accelerator
 
 from grpo_tasks.attention import packed_attention
-from grpo_tasks.grpo import token_budget, trainer
+from grpo_tasks.grpo import trainer
+from grpo_tasks.policy.merge import merge
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout import sample_table
+from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.results.model import MergeSpec
 from tests.attention.reference_kernel import REFERENCE
 
 
@@ -28,27 +32,31 @@ def shard_over_one_process() -> None:
     trainer.Policies = lambda model, spec, ranks, **_: make(model, spec, ranks, sharded=True)
 
 
-def main(root: Path, total: float | None = None, limit: float | None = None) -> None:
+def merge_and_sample(folder: Path) -> None:
+    sample_table.pick_device = lambda _: CARD
+    with card():
+        merge(MergeSpec.load(folder / "merge.json"), folder / "merged", device=CARD).save(folder / "figures.json")
+        spec = SampleSpec.load(folder / "sample.json")
+        sample_table.sample_table(spec, folder).write_parquet(folder / "samples.parquet")
+
+
+def train(root: Path) -> None:
     directory = StageDir(root)
     spec = StageSpec.load(directory.spec)
     Accelerator.device = property(lambda _: CARD)
     trainer.pick_device = lambda _: CARD
     # The kernels of CUDA are missing; the indices that they get are used in all that is around them.
     packed_attention.varlen_kernel = lambda like, _window: REFERENCE if like.device.type == "card" else None
-    if total is not None:
-        MEMORY.total, MEMORY.limit = total, limit
-        token_budget.device_memory = lambda _: MEMORY
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite, card():
         work = trainer.Trainer(directory, suite)
         WAITS.clear()
         work.train()
     waits = sorted(((count, *where) for where, count in WAITS.items()), reverse=True)
-    (root / "taken.json").write_text(json.dumps(MEMORY.taken))
     (root / "waits.json").write_text(json.dumps(waits, indent=1))
 
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["sharded"]:
         shard_over_one_process()
-        del sys.argv[2:]
-    main(Path(sys.argv[1]), *map(float, sys.argv[2:]))
+    work = merge_and_sample if (Path(sys.argv[1]) / "merge.json").exists() else train
+    work(Path(sys.argv[1]))
