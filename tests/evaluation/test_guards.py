@@ -73,24 +73,21 @@ def test_a_metric_of_texts_equals_plain_python(which):
     assert found == pytest.approx([expected(which, text) for text in TEXTS])
 
 
-@pytest.mark.parametrize(("metric", "column"), [("accuracy", "correct"), ("mean_length", "completion_tokens")])
-def test_a_metric_with_a_column_is_its_mean(metric, column, compared):
+@pytest.mark.parametrize(
+    ("which", "column"),
+    [
+        (guard("accuracy"), "correct"),
+        (guard("mean_length"), "completion_tokens"),
+        (guard("evaluator", evaluator="mine:polite"), "rewards/safety/mean"),
+    ],
+    ids=str,
+)
+def test_a_metric_with_a_column_is_its_mean(which, column, compared):
     rng = np.random.default_rng(1)
     ours, theirs = ([bool(one) for one in rng.integers(0, 2, 30)] for _ in range(2))
-    found = compared(guard(metric), samples(["x"] * 30, **{column: ours}), samples(["x"] * 30, **{column: theirs}))
+    found = compared(which, samples(["x"] * 30, **{column: ours}), samples(["x"] * 30, **{column: theirs}))
     assert (found.ours, found.theirs) == pytest.approx((np.mean(ours), np.mean(theirs)))
     assert found.change == pytest.approx(np.mean(ours) - np.mean(theirs))
-
-
-def test_the_mean_of_an_evaluator_is_compared(compared):
-    column = "rewards/safety/mean"
-    found = compared(
-        guard("evaluator", evaluator="mine:polite"),
-        samples(["x"] * 8, **{column: [0.1] * 8}),
-        samples(["x"] * 8, **{column: [0.9] * 8}),
-    )
-    assert found.change == pytest.approx(-0.8)
-    assert not found.passed
 
 
 def test_a_proved_drop_beyond_the_limit_fails_and_shows_the_worst_prompts(compared):

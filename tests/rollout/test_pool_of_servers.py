@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -278,20 +279,17 @@ def test_a_server_with_another_policy_serves_nothing(servers, engine_on, policy,
 @pytest.mark.long
 def test_a_restarting_server_is_not_left_behind_by_its_stage(engine_on, tmp_path):
     with small_servers(tmp_path, replicas=1) as [server]:
-        engine_on([server])
+        engine = engine_on([server])
         kill(server)
-        failed = []
-
-        def restarted():
-            try:
-                server.restart()
-            except RolloutError as error:
-                failed.append(error)
-
-        restart = threading.Thread(target=restarted)
-        restart.start()
-    restart.join(60)
-    assert len(failed) == 1
+        with pytest.raises(RolloutError, match="no answer to") as caught:
+            engine._post(server, "/v1/completions", {})
+        assert caught.value.place == server.address
+        assert "vllm.log" in caught.value.fix
+        # The stage ends while it restarts.
+        thread = ThreadPoolExecutor(1)
+        restart = thread.submit(server.restart)
+    assert isinstance(restart.exception(60), RolloutError)
+    thread.shutdown()
     with pytest.raises(RolloutError, match="ended"):
         server.start()
     assert server._supervisor.poll() is not None
