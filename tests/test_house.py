@@ -175,7 +175,6 @@ RENAMES_ELSEWHERE = {
     "flows/approval.py": "a file is named by its content once it is written",
     "grpo_tasks/cluster/parcel.py": "two stages on a node may receive one file at once",
     "grpo_tasks/content/modules.py": "a folder is named by its content, and the first of two writers keeps it",
-    "grpo_tasks/operating/export.py": "moved out of a folder of scratch",
     "grpo_tasks/content/weights_server.py": "arrives in many requests",
     "grpo_tasks/running/step.py": "damaged work is set aside",
     "grpo_tasks/tracking/database.py": "synced to the disk while the old file keeps a second name",

@@ -42,7 +42,6 @@ it, and Ray kills its children, so the shell in the background is none. What die
 ANSWER_S = 60.0
 """A node that does not answer within so many seconds is lost. Ray notices most deaths at once."""
 START_S = 300.0
-"""Longest wait for the actors to start."""
 SETTLING_S = 3.0
 """When a process ends badly, a node that died is often the reason. Ray may need so long to notice it."""
 
@@ -63,7 +62,6 @@ class Job:
 
     module: str
     folder: str
-    """Path relative to the private folder."""
     spec: str
     """Its spec.json, with the paths of the node."""
     mirrored: Mirrored

@@ -21,7 +21,6 @@ from grpo_tasks.processes.child import LOG
 MOST_BYTES = 1 << 22
 """Most bytes of one file of lines in one delta."""
 CHUNK_BYTES = 1 << 25
-"""Bytes that travel at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Mirrored:
     """What of a folder is mirrored, in addition to its log."""
 
     lines: tuple[str, ...] = ()
-    """Files that grow line by line."""
     complete: tuple[str, ...] = ()
     """Patterns of files and folders that are complete when they have their names. What counts on others stands behind them: it
     arrives after them."""

@@ -10,6 +10,7 @@ weights) goes into the private folder only. A hub model and an embedded one are 
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,8 @@ class ParcelFile:
     target: str
     """Path relative to the private folder of the node."""
     source: Path
-    """Path on the driver."""
     sha256: str
     size: int
-    """Bytes."""
 
     @classmethod
     def of(cls, target: str, source: Path) -> "ParcelFile":
@@ -136,12 +135,10 @@ class NodeFiles:
         return self._cache / file.sha256 if file.is_input else self.root / file.target
 
     def _found(self, file: ParcelFile) -> Path | None:
+        """Where its content is on this node; None if it has to be sent."""
         places = [file.source] if file.target.startswith(f"{BASE}/") else []
-        return next((path for path in (*places, self._path(file)) if _has_content(path, file)), None)
-
-
-def _has_content(path: Path, file: ParcelFile) -> bool:
-    try:
-        return path.stat().st_size == file.size and file_sha256(path, remembered=file.is_input) == file.sha256
-    except OSError:
-        return False
+        for path in (*places, self._path(file)):
+            with suppress(OSError):
+                if path.stat().st_size == file.size and file_sha256(path, remembered=file.is_input) == file.sha256:
+                    return path
+        return None

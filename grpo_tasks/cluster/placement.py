@@ -22,7 +22,6 @@ from schemas.errors import ClusterError
 
 POLL_S = 2.0
 REPEAT_S = 60.0
-"""Seconds between two reports of a run that waits."""
 HOLD_S = 10.0
 """Longest wait for nodes and for servers, which had room when they were requested."""
 PAUSE_S = (2.0, 20.0)
@@ -80,7 +79,6 @@ class Demand:
     count: int
     """Nodes of a stage, or processes of an evaluation."""
     share: Share
-    """Of each of them."""
     strategy: str
     """Of Ray: STRICT_SPREAD wants a machine for each, the others prefer many machines or few."""
     servers: int = 0
@@ -188,7 +186,6 @@ class Reservation:
             self.nodes = None
 
     def _reserve(self, demand: Demand) -> PlacementGroup | None:
-        """Reserve what is missing, or wait a moment for it."""
         # Ray refuses a name that another group has, and two runs may have the same config and stage.
         bundles, mark = [demand.share.bundle] * demand.count, uuid4().hex[:6]
         if not demand.servers or self.servers is not None:
@@ -230,10 +227,8 @@ def groups() -> list[dict[str, Any]]:
 
 
 def _machines() -> dict[str, dict[str, float]]:
-    """Everything that each node has, by its id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """What is free on each node, by its id."""
     return dict(ray._private.state.available_resources_per_node())

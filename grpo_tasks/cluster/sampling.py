@@ -78,9 +78,7 @@ class Worker:
 
     member: Member
     shard: int = 0
-    """The last one that it got."""
     job: RunningJob | None = None
-    """None while it is idle."""
 
 
 class SamplingSupervisor:
@@ -161,7 +159,6 @@ class SamplingSupervisor:
 
 
 def _report(happened: str) -> None:
-    """A line for the step's log."""
     print(happened, flush=True)
 
 

@@ -35,7 +35,6 @@ KEY = "VLLM_API_KEY"
 START_S = 1_800.0
 """Longest wait for a server; a large model travels to its node first."""
 CHECK_S = 2.0
-"""Seconds between two questions to a server."""
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 """Time before the second attempt to start a server again; it doubles with every further one, up to the longest."""
 SETTLED_S = 600.0
@@ -48,7 +47,6 @@ class ServerAddress:
 
     url: str
     weights_url: str
-    """Where it receives the weights."""
 
 
 class ServerNode(Node):
@@ -98,9 +96,7 @@ class News:
     address: ServerAddress | None = None
     """Where it runs from now on; None: it is lost, or did not start."""
     fault: Exception | None = None
-    """Why."""
     left_out: bool = False
-    """It failed too often."""
 
 
 class ClusterServers:
@@ -115,7 +111,6 @@ class ClusterServers:
         self._files = model_files(self._base)
         key = authorization().get("Authorization", "").removeprefix("Bearer ") or secrets.token_urlsafe(24)
         self.environment = {KEY: key}
-        """What the ranks need to reach the servers."""
         self._count, self._max_restarts = spec.rollout.vllm.replicas, spec.rollout.vllm.max_restarts
         self._news: SimpleQueue[News] = SimpleQueue()
         self._addresses: dict[int, ServerAddress] = {}

@@ -107,16 +107,11 @@ def _file_of(name: str, search: Sequence[Path]) -> Path | None:
     if spec is None or not spec.has_location or spec.origin is None:
         return None
     path = Path(spec.origin).resolve()
-    return None if _is_installed(path) else path
-
-
-def _is_installed(path: Path) -> bool:
-    if {"site-packages", "dist-packages"} & {*path.parts}:
-        # Also that of another environment, which a .pth file adds.
-        return True
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names] + site.getsitepackages() + [site.getusersitepackages()]
-    return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
+    # Installed is also what another environment has, which a .pth file adds.
+    installed = {"site-packages", "dist-packages"} & {*path.parts}
+    return None if installed or any(path.is_relative_to(Path(folder).resolve()) for folder in folders) else path
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

@@ -186,7 +186,6 @@ def _own_line(template: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """The value as a Jinja literal."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

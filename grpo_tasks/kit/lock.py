@@ -25,16 +25,10 @@ POLL_S = 0.1
 
 @contextmanager
 def alone(path: Path, *, who: str = "", shared: bool = False, waiting: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Hold the lock while the block runs; wait for it as long as necessary.
+    """Hold the lock while the block runs; wait for it as long as necessary. The file is created if it does not exist.
 
-    Args:
-        path: file of the lock; created if it does not exist.
-        who: name of this holder, shown to those who wait.
-        shared: hold it together with others who share it.
-        waiting: called once with the name of the current holder, if there is a wait.
-
-    Raises:
-        UserError: the path is a link, or no file.
+    `who` is shown to those who wait, `waiting` is called once with the name of the current holder. Raises UserError where the
+    path is a link, or no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path) as file:
@@ -56,8 +50,7 @@ def alone(path: Path, *, who: str = "", shared: bool = False, waiting: Callable[
 def private_folder(path: Path) -> Path:
     """The folder, which only this user can write to; created if it does not exist.
 
-    Raises:
-        UserError: it is another user's, a link, or others may write to it: a lock there could be their link.
+    Raises UserError where others may write to it: a lock there could be their link.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -72,20 +65,17 @@ def private_folder(path: Path) -> Path:
 
 
 def _opened(path: Path) -> TextIO:
+    refused = UserError("a lock has to be a file, not a link, a pipe or a device", place=str(path), fix=f"rm {path}")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise _no_file(path) from error
+        raise refused from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _no_file(path)
+        raise refused
     return os.fdopen(descriptor, "a+", encoding="utf-8")
-
-
-def _no_file(path: Path) -> UserError:
-    return UserError("a lock has to be a file, not a link, a pipe or a device", place=str(path), fix=f"rm {path}")
 
 
 def _try_lock(file: TextIO, shared: bool) -> bool:

@@ -60,14 +60,11 @@ class Replica(Generic[ServerT]):
     in_flight: int = 0
     sent: int = 0
     busy: int = 0
-    """How often in a row it was busy."""
     rests_until: float = 0.0
     failures: int = 0
-    """How often it was left out."""
     changed: float = 0.0
     """When it last failed or came back. How a request fails that was sent before says nothing about it now."""
     fault: RolloutError | None = None
-    """Why it is not serving."""
     retry_at: float | None = None
     """When it is examined again; None: it has not been found unreachable."""
     tokens: int = 0
@@ -75,10 +72,10 @@ class Replica(Generic[ServerT]):
 
 
 class Pool(Generic[ServerT]):
-    """Servers that share their requests.
+    """Servers that share their requests; `add` adds more.
 
     Args:
-        servers: the first ones; `add` adds more.
+        servers: the first ones.
         concurrency: most requests that a server gets at once.
         admit: called in a thread before a server gets requests, and after every `refresh`; raises RolloutError if it must get
             none. None: all servers may be asked at once, and one that fails only rests.
@@ -125,8 +122,7 @@ class Pool(Generic[ServerT]):
     def refresh(self) -> None:
         """Admit every server again, because what it has to serve has changed; those that are being repaired follow later.
 
-        Raises:
-            RolloutError: no server is left.
+        Raises RolloutError where no server is left.
         """
         with self._changed:
             # An admission in progress may be of what was to be served before; it is repeated.
@@ -142,16 +138,10 @@ class Pool(Generic[ServerT]):
     def run(
         self, jobs: Sequence[Job], ask: Callable[[ServerT, Job], Answer], tokens: Callable[[Answer], int] = lambda _: 0
     ) -> list[Answer]:
-        """The answers to all requests, in order.
+        """The answers to all requests, in order; `tokens` counts those of an answer, for the metrics.
 
-        Args:
-            jobs: the requests.
-            ask: asks a server; called from other threads. ServerGoneError and ServerBusyError concern the server, so the request
-                is given to another one. Every other error ends the batch.
-            tokens: number of tokens of an answer, for the metrics.
-
-        Raises:
-            RolloutError: a server refuses a request, or none is left.
+        `ask` is called from other threads. ServerGoneError and ServerBusyError concern the server, so the request is given to
+        another one. Every other error ends the batch, as does RolloutError where no server is left.
         """
         waiting, held = deque(range(len(jobs))), dict[int, Replica[ServerT]]()
         answers, errors, began = dict[int, Answer](), list[BaseException](), time.monotonic()
@@ -197,8 +187,7 @@ class Pool(Generic[ServerT]):
     def answer(self, ask: Callable[[ServerT], Answer]) -> Answer:
         """The answer to one request; `ask` as for `run`. Any number of threads may call it.
 
-        Raises:
-            RolloutError: no server is left, or has answered for `patience_s`.
+        Raises RolloutError where no server is left, or has answered for `patience_s`.
         """
         while True:
             with self._changed:
@@ -249,7 +238,6 @@ class Pool(Generic[ServerT]):
         return chosen
 
     def _ask(self, replica: Replica[ServerT], ask: Callable[[ServerT], Answer]) -> Answer:
-        """Send a request to a server that has been taken for it."""
         sent, fault = time.monotonic(), None
         try:
             return ask(replica.server)

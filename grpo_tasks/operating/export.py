@@ -1,7 +1,7 @@
 """A registered model as one adapter of its original base (`grpo export`).
 
     version -> its base was a version too -> ... -> original base        every adapter downloaded and verified
-    adapters -> one stack in DIR.part -> compared with the policy that was trained last -> DIR
+    adapters -> one stack in .DIR.part -> compared with the policy that was trained last -> DIR
 
 The stages of one run train one adapter, each from where the stage before ended. A run that starts from a registered model trains
 a new one on the merged weights, so such a chain has several.
@@ -9,12 +9,11 @@ a new one on the merged weights, so such a chain has several.
 
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.data.table import read_chats
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.tracking.models import download_adapter, fetch_version
 from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
 from grpo_tasks.tracking.store import open_store
@@ -55,7 +54,10 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
     links = chain_of(reference, tracking)
-    with _scratch(into) as scratch:
+    with replacing(into) as made:
+        # Below the new folder, so that a killed export leaves one folder, which the next one removes.
+        scratch = made / "scratch"
+        scratch.mkdir(parents=True)
         adapters = [download_adapter(link.version, tracking, scratch / "adapters") for link in links]
         merged = _fetched(links[-1], tracking, scratch / "merged")
         held_out = open_store(tracking).download(links[-1].lineage.run_id, "data/eval.parquet", scratch)
@@ -63,17 +65,20 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
             raise ModelError(f"the run of {links[-1].version} has no held-out prompts to compare on", place=reference)
         from grpo_tasks.policy.stacked_adapter import prove_stack, stack_adapters, vllm_rank
 
-        base, made = ModelRef(path=links[0].model.path, revision=links[0].model.revision), scratch / "adapter"
-        rank = stack_adapters(adapters, base, made)
+        base, stack = ModelRef(path=links[0].model.path, revision=links[0].model.revision), scratch / "stack"
+        rank = stack_adapters(adapters, base, stack)
         prompts = read_chats(held_out, limit=PROOF_PROMPTS)
         start = base if len(links) == 1 else ModelRef(path=str(_fetched(links[-2], tracking, scratch / "start")))
         policy = start.model_copy(update={"adapter": adapters[-1]})
-        proof = prove_stack(made, base, policy, merged, prompts)
+        proof = prove_stack(stack, base, policy, merged, prompts)
         if (merged / CHAT_TEMPLATE).is_file():
-            shutil.copy(merged / CHAT_TEMPLATE, made)
+            shutil.copy(merged / CHAT_TEMPLATE, stack)
+        for file in stack.iterdir():
+            shutil.move(file, made)
+        shutil.rmtree(scratch)
         if into.exists():
+            # Fails where somebody has put files there meanwhile.
             into.rmdir()
-        made.replace(into)
     return (
         f"{links[-1].version}: {into}, rank {rank}, adapters stacked: {len(adapters)}\n"
         f"{proof.prompts} held-out prompts: base + adapter has {percent(proof.kept)} of what training changed\n"
@@ -87,8 +92,7 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
 def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
     """The versions that a version was made from, the first one trained on a model from elsewhere.
 
-    Raises:
-        ModelError: there is no such version, or one of them cannot be a part of an adapter.
+    Raises ModelError where there is no such version, or one of them cannot be a part of an adapter.
     """
     links: list[Link] = []
     while reference:
@@ -130,15 +134,3 @@ def _parent(path: str, tracking: TrackingConfig) -> str:
 
 def _fetched(link: Link, tracking: TrackingConfig, folder: Path) -> Path:
     return fetch_version(find_version(link.version, tracking), tracking, folder)
-
-
-@contextmanager
-def _scratch(into: Path) -> Iterator[Path]:
-    """DIR.part; it is removed at the end, and what a killed export left there is removed first."""
-    scratch = into.with_name(f"{into.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

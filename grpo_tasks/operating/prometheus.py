@@ -47,16 +47,12 @@ def metrics_app(runs: Path, host: str) -> App:
 
 @dataclass(slots=True)
 class _Followed:
-    """A stage whose journal is followed."""
-
     run: str
     stage: str
     journal: JsonLinesTail
     events: JsonLinesTail
     last: dict[str, Any]
-    """The last line of the journal."""
     counts: dict[str, int]
-    """How often each event happened."""
 
     def read(self) -> None:
         """Take in new lines; a damaged line ends what is shown, and the stage itself reports it."""

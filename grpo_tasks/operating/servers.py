@@ -54,7 +54,6 @@ class Addresses:
     prefect: str
     mlflow: str
     postgres: bool = False
-    """Whether both keep their tables in PostgreSQL."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from contextlib import suppress
 
 import psutil
 
@@ -13,28 +14,25 @@ ACTORS = ("JobNode", "ServerNode")
 [RAY] = importlib.util.find_spec("ray").submodule_search_locations if importlib.util.find_spec("ray") else ["/nowhere"]
 
 
-def of_this_test():
-    """Everything on the nodes, Ray's processes too."""
-    found = []
+def found(wanted):
+    """The processes on the nodes, Ray's too, for which `wanted` holds; oldest first."""
+    here = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(OWN) == str(os.getpid()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+        # It may end at any moment.
+        with suppress(psutil.Error):
+            if process.environ().get(OWN) == str(os.getpid()) and wanted(process):
+                here.append((process.create_time(), process))
+    return [process for _, process in sorted(here, key=lambda each: each[0])]
+
+
+def running(module):
+    """Those that are `python -P -m MODULE` or `python -m MODULE`."""
+    return found(lambda process: [part for part in process.cmdline() if part != "-P"][1:3] == ["-m", module])
 
 
 def not_of_ray():
-    """The processes on the nodes that only runs start: their actors and whatever these have started."""
-    found = []
-    for process in of_this_test():
-        try:
-            if not is_of_ray(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue  # it has ended meanwhile
-    return found
+    """Those that only runs start: their actors and whatever these have started."""
+    return found(lambda process: not is_of_ray(process.cmdline()))
 
 
 def is_of_ray(command):
@@ -46,10 +44,8 @@ def is_of_ray(command):
 
 def lines_of(processes):
     """Command lines, for the message of a failed test."""
-    found = []
+    lines = []
     for process in processes:
-        try:
-            found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
+        with suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    return lines

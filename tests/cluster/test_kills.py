@@ -5,9 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
-import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -15,7 +13,8 @@ from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.tracking.runs import open_run
 from schemas.config.run import RunConfig
-from tests.cluster.processes import MARK, not_of_ray, of_this_test
+from tests.cluster.processes import MARK, not_of_ray, running
+from tests.processes.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -28,13 +27,7 @@ def command(directory):
 
 
 def ranks():
-    found = []
-    for process in of_this_test():
-        # It may end at any moment.
-        with suppress(psutil.Error):
-            if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.grpo"]:
-                found.append(process)
-    return found
+    return running("grpo_tasks.grpo")
 
 
 def journal(directory):
@@ -45,13 +38,6 @@ def journal(directory):
 
 def private_folders(nodes):
     return [path for root in nodes.folder.glob("node-*") for path in (root / "tmpdir").glob("grpo-stage-*")]
-
-
-def soon(condition, limit_s=120):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 class Stage:
@@ -76,7 +62,7 @@ class Stage:
         while self.driver.poll() is None or not self.directory.result.exists():
             if self.driver.poll() is not None:
                 assert self.driver.returncode < 0, self.directory.log.read_text()[-3000:]
-                soon(lambda: not ranks())
+                self.left_nothing()
                 self.start()
             if waiting and len(journal(self.directory)) >= waiting[0][0]:
                 # Those of the kill before are ending.
@@ -88,7 +74,13 @@ class Stage:
             time.sleep(0.05)
         assert self.driver.returncode == 0, self.directory.log.read_text()[-3000:]
         assert not waiting, "it ended before it was killed"
+        self.left_nothing()
         return json.loads(self.directory.result.read_text())["sha256"]
+
+    def left_nothing(self):
+        """Whoever has ended, driver or stage, leaves no process and no folder on the nodes."""
+        until(lambda: not not_of_ray())
+        until(lambda: not private_folders(self.nodes))
 
 
 def kill_rank(stage):
@@ -123,8 +115,6 @@ def test_a_killed_stage_ends_in_the_same_bytes_and_leaves_nothing(nodes, stages)
         assert journal(stage.directory) == list(range(1, UPDATES + 1)), (victim, after)
         if victim != "driver":
             assert "node_lost" in stage.directory.events.read_text()
-        soon(lambda: not not_of_ray())
-        soon(lambda: not private_folders(nodes))
         assert not list(stage.directory.root.rglob(".*.part"))
 
 
@@ -163,17 +153,3 @@ def test_a_stage_killed_three_times_ends_in_the_local_bytes(nodes, stages, tmp_p
     ]
     for metric in ("reward", "learning_rate"):
         assert [point.step for point in client.get_metric_history(child.info.run_id, metric)] == list(range(1, UPDATES + 1))
-    soon(lambda: not not_of_ray())
-    soon(lambda: not private_folders(nodes))
-
-
-def test_a_dead_driver_leaves_no_process_and_no_folder(nodes, stages):
-    nodes.made = [nodes.add(**MARK) for _ in range(2)]
-    stage = Stage(stages, nodes, "alone")
-    stage.start()
-    soon(lambda: len(journal(stage.directory)) >= 2)
-    assert len(ranks()) == 2
-    stage.driver.kill()
-    stage.driver.wait()
-    soon(lambda: not not_of_ray())
-    soon(lambda: not private_folders(nodes))

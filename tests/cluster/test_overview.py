@@ -30,12 +30,7 @@ def other_code(tmp_path):
     return str(folder.parent)
 
 
-def test_the_command_names_a_differing_node_and_stages_refuse_it(
-    nodes,
-    stages,
-    tmp_path,
-    other_code,
-):
+def test_the_command_names_a_differing_node_and_stages_refuse_it(nodes, stages, tmp_path, other_code):
     nodes.add()
     code, text = shown(nodes)
     assert code == 0, text
@@ -80,11 +75,3 @@ def test_a_waiting_run_names_the_cause_and_begins_when_nodes_join(nodes, stages,
 
     assert run_stage(spec, there, tick=join).steps == 2
     assert "waits for nodes" in seen[0]
-
-
-def test_without_an_address_nothing_is_started(monkeypatch):
-    call = [sys.executable, "-m", "flows.cli", "cluster"]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no cluster is named" in done.stderr

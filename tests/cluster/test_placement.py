@@ -32,30 +32,32 @@ def stage(count, cards, servers=0, size=1, strategy="STRICT_SPREAD"):
     return Demand(count, Share(float(cards), cards), strategy, servers, Share(1.0, size))
 
 
-def test_all_cards_for_ranks_leave_none_for_servers():
-    assert stage(2, 4, servers=2).arranged(machines(4, 4)) is None
-    assert stage(2, 4).arranged(machines(4, 4)) == ("m0", "m1")
-    assert stage(2, 3, servers=2).arranged(machines(4, 4)) == ("m0", "m1")
-    assert stage(2, 4, servers=2).arranged(machines(4, 4, 2)) == ("m0", "m1")
+ONE = Share(1.0, 0)
+A, B = {"a": {"CPU": 2.0}}, {"b": {"CPU": 2.0}}
 
 
-def test_nodes_are_machines_of_their_own_unless_they_are_packed():
-    assert stage(2, 2).arranged(machines(4)) is None
-    assert stage(2, 2, strategy="PACK").arranged(machines(4)) == ("m0", "m0")
-    assert stage(2, 2, servers=1, strategy="PACK").arranged(machines(4, 4)) in {("m0", "m0"), ("m1", "m1")}
-
-
-def test_a_node_is_placed_with_room_for_a_larger_server():
-    assert stage(1, 1, servers=1, size=8).arranged(machines(8, 4)) == ("m1",)
-    assert stage(1, 4, servers=4).arranged(machines(4, 8, 1)) is not None
-    assert stage(1, 1, servers=2, size=8).arranged(machines(8, 4)) is None
-
-
-def test_cpus_count_as_cards_do():
-    assert Demand(2, Share(1.0, 0), "STRICT_SPREAD", 2, Share(1.0, 0)).arranged({"a": {"CPU": 2.0}, "b": {"CPU": 2.0}})
-    assert Demand(2, Share(1.0, 0), "STRICT_SPREAD", 3, Share(1.0, 0)).arranged({"a": {"CPU": 2.0}, "b": {"CPU": 2.0}}) is None
-    assert Demand(1, Share(1.0, 0), "STRICT_SPREAD").arranged({"head": {"memory": 1.0}, "b": {"CPU": 1.0}}) == ("b",)
-    assert Demand(3, Share(0.1, 0), "PACK").arranged({"a": {"CPU": 0.3}}) == ("a", "a", "a")
+@pytest.mark.parametrize(
+    ("demand", "there", "places"),
+    [
+        # Cards of ranks are none for servers.
+        (stage(2, 4, servers=2), machines(4, 4), None),
+        (stage(2, 4), machines(4, 4), ("m0", "m1")),
+        (stage(2, 4, servers=2), machines(4, 4, 2), ("m0", "m1")),
+        # Nodes are machines of their own unless they are packed.
+        (stage(2, 2), machines(4), None),
+        (stage(2, 2, strategy="PACK"), machines(4), ("m0", "m0")),
+        # A node leaves room for a larger server.
+        (stage(1, 1, servers=1, size=8), machines(8, 4), ("m1",)),
+        (stage(1, 1, servers=2, size=8), machines(8, 4), None),
+        # CPUs count as cards do.
+        (Demand(2, ONE, "STRICT_SPREAD", 2, ONE), A | B, ("a", "b")),
+        (Demand(2, ONE, "STRICT_SPREAD", 3, ONE), A | B, None),
+        (Demand(1, ONE, "STRICT_SPREAD"), {"head": {"memory": 1.0}} | B, ("b",)),
+        (Demand(3, Share(0.1, 0), "PACK"), {"a": {"CPU": 0.3}}, ("a", "a", "a")),
+    ],
+)
+def test_nodes_and_servers_are_placed_on_what_machines_have(demand, there, places):
+    assert demand.arranged(there) == places
 
 
 def by_trying(demand, there):

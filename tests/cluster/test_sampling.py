@@ -1,11 +1,9 @@
 """Completions sampled on nodes that share no directory with the driver: the rows of one process on one machine."""
 
-import os
 import signal
 from itertools import chain
 
 import polars as pl
-import psutil
 import pytest
 
 from grpo_tasks.cluster.jobs import Job, JobNode
@@ -21,8 +19,7 @@ from schemas.errors import UserError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.cluster.digits import write_digits
-
-OWN = "GRPO_TEST_SAMPLING_OF"
+from tests.cluster.processes import MARK, running
 
 
 def on_ray(test):
@@ -67,10 +64,7 @@ def test_shards_are_contiguous_and_together_every_prompt_once(stages):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert [*chain.from_iterable(shards(spec.part(every[5:9], range(2)), 2))] == every[5:9]
     assert [*chain.from_iterable(shards(spec.model_copy(update={"max_prompts": 4}), 8))] == every[:4]
-
-
-def test_shards_without_prompts_are_one_that_samples_nothing(stages):
-    assert shards(spec_of(stages).part([], range(2)), 4) == [[]]
+    assert shards(spec.part([], range(2)), 4) == [[]], "one that samples nothing"
 
 
 @pytest.mark.long
@@ -132,10 +126,8 @@ def test_two_nodes_sample_the_bytes_of_one_process(nodes, stages, tmp_path):
     first, second = nodes.add(), nodes.add()
     _, directory = stages.train("stage", max_steps=1)
     adapted = ModelRef(path=resolve("embedded:base"), adapter=directory.final)
-    for name, ref in (("base", None), ("stage", adapted)):
-        local = sampled(spec_of(stages, ref=ref), tmp_path / f"{name}-local")
-        there = sampled(spec_of(stages, ref=ref, **on(nodes, 2)), tmp_path / f"{name}-there")
-        assert there == local, name
+    local = sampled(spec_of(stages, ref=adapted), tmp_path / "local")
+    assert sampled(spec_of(stages, ref=adapted, **on(nodes, 2)), tmp_path / "there") == local
     for node in (first, second):
         assert list((node.private / "xdg_cache_home").rglob("content/*")), "the prompts came by content"
 
@@ -143,13 +135,13 @@ def test_two_nodes_sample_the_bytes_of_one_process(nodes, stages, tmp_path):
 @on_ray
 @pytest.mark.parametrize("victim", ["node", "actor", "process"])
 def test_a_death_changes_no_row(nodes, stages, tmp_path, monkeypatch, victim):
-    made = [nodes.add(**{OWN: str(os.getpid())}) for _ in range(2)]
+    made = [nodes.add(**MARK) for _ in range(2)]
     settings = {"length": 64, "evaluation": {"num_samples": 6}}
     local = sampled(spec_of(stages, **settings), tmp_path / "local")
     killed = []
 
     def kill():
-        if killed or len(found := samplers()) < 2:
+        if killed or len(found := running("grpo_tasks.rollout")) < 2:
             return
         killed.append(victim)
         if victim == "node":
@@ -163,7 +155,7 @@ def test_a_death_changes_no_row(nodes, stages, tmp_path, monkeypatch, victim):
     assert killed == [victim], "it ended before anything was killed"
     assert there == local
     assert "others sample what it had" in (tmp_path / "there" / "log.txt").read_text()
-    assert samplers() == []
+    assert running("grpo_tasks.rollout") == []
 
 
 @on_ray
@@ -174,15 +166,3 @@ def test_an_error_on_a_node_is_the_users_error(nodes, stages, tmp_path):
     (broken / "config.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be loaded"):
         sampled(spec_of(stages, ref=ModelRef(path=str(broken)), **on(nodes, 1)), tmp_path / "there")
-
-
-def samplers():
-    """The processes of this test that sample on nodes."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.rollout"] and process.environ().get(OWN) == str(os.getpid()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found

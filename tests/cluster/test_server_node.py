@@ -1,12 +1,12 @@
 """The actor of a rollout server, called in this process: whatever ends there is an error, and the driver starts another one."""
 
 import socket
-import time
 
 import httpx
 import pytest
 
 from schemas.errors import RolloutError
+from tests.processes.waiting import until
 from tests.rollout.conftest import small  # noqa: F401 - a fixture
 from tests.rollout.servers import kill, served, small_config
 
@@ -27,13 +27,6 @@ def node(monkeypatch):
     made._receiver.kill()
     made._receiver.wait()
     made._server.end()
-
-
-def until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def answers(address):

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import sys
-import time
 
 import psutil
 import pytest
@@ -13,12 +12,12 @@ from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
+from tests.cluster.processes import MARK, running
+from tests.processes.waiting import until
 from tests.rollout.servers import SMALL, counts, small_servers, tell
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
-API_SERVER = "vllm.entrypoints.openai.api_server"
-OWN = "GRPO_TEST_SERVERS_OF"
 TRAINING = {"max_steps": 40, "save_steps": 5, "learning_rate": 3e-3}
 
 
@@ -27,7 +26,7 @@ PATH = os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
 
 
 def add(nodes, num_cpus):
-    return nodes.add(num_cpus=num_cpus, PYTHONPATH=PATH, **{OWN: str(os.getpid())})
+    return nodes.add(num_cpus=num_cpus, PYTHONPATH=PATH, **MARK)
 
 
 @pytest.fixture
@@ -45,15 +44,8 @@ def spec_of(stages, name, nodes, count, processes=1, **vllm):
 
 
 def api_servers():
-    """The servers of this test, oldest first; other tests may run servers too."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cmdline()[1:3] == ["-m", API_SERVER] and process.environ().get(OWN) == str(os.getpid()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return sorted(found, key=lambda process: process.create_time())
+    """The servers of this test, oldest first."""
+    return running("vllm.entrypoints.openai.api_server")
 
 
 def ended(processes):
@@ -98,22 +90,19 @@ def test_dead_servers_are_replaced_and_bytes_stay_the_same(nodes, two_nodes, sta
     assert steps(there) == list(range(1, 41))
     assert "is lost" in events(there)
     assert ended(api_servers())
-    deadline = time.monotonic() + 60
-    while any(list((node.private / "tmpdir").glob("grpo-stage-*")) for node in two_nodes):
-        assert time.monotonic() < deadline, "a private folder is left"
-        time.sleep(0.2)
+    until(lambda: not any(list((node.private / "tmpdir").glob("grpo-stage-*")) for node in two_nodes))
 
 
 def server_on(node):
     """The server of a node."""
     [process] = [each for each in api_servers() if each.environ()["TMPDIR"] == str(node.private / "tmpdir")]
-    return VllmServer(api_server_address(process))
+    return server_of(process)
 
 
-def api_server_address(process):
+def server_of(process):
     arguments = process.cmdline()
     host, port = (arguments[arguments.index(name) + 1] for name in ("--host", "--port"))
-    return f"http://{host}:{port}"
+    return VllmServer(f"http://{host}:{port}")
 
 
 @pytest.mark.parametrize("room", [1, 0], ids=["replaced", "fewer"])
@@ -144,7 +133,7 @@ def test_a_servers_node_dies_and_the_bytes_are_the_same(nodes, stages, tmp_path,
             nodes.remove(dies)
             did.append("killed")
         elif did == ["slow", "killed"] and "joins" in events(there):
-            tell(VllmServer(api_server_address(api_servers()[0])), delay_s=0.0)
+            tell(server_of(api_servers()[0]), delay_s=0.0)
             did.append("replaced")
 
     result = run_stage(spec, there, tick=kill)

@@ -16,11 +16,8 @@ def conversation(**others):
     return json.dumps({"turns": TURNS, "ending": "done", "error": None} | others)
 
 
-def test_each_turn_and_each_answer_is_a_line():
+def test_each_turn_and_answer_is_a_line_and_a_bad_end_named():
     assert spoken(conversation()) == "[turn 1] 2+2?\n[tool] 4\n[turn 2 (reward 0.5)] Four"
-
-
-def test_how_it_ended_is_named_where_nobody_wanted_it():
     assert spoken(conversation(ending="turns")).endswith("[out of turns]")
     assert spoken(conversation(ending="error", error="it broke")).endswith("[error: it broke]")
 

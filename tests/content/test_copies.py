@@ -28,12 +28,12 @@ def project(tmp_path):
     return folder
 
 
-def imported(kept, project, code):
+def imported(kept, project, code, first=""):
     """What a process prints that imports `mine` from copies, in the folder of the project."""
     script = (
         "import sys; from pathlib import Path\n"
         "from grpo_tasks.content.modules import import_object\n"
-        f"sys.path.append({str(project)!r})\n"
+        f"{first or f'sys.path.append({str(project)!r})'}\n"
         f"import_object('mine:deep.fails', [Path({str(project)!r}), Path({str(kept)!r})], place='here')\n"
         f"import mine\n{code}"
     )
@@ -68,13 +68,9 @@ def test_the_same_contents_are_kept_once(project, tmp_path):
 def test_copies_are_found_before_a_project_that_is_installed_for_editing(project, tmp_path):
     kept = keep_modules(own_modules("mine", [project]), tmp_path / "kept", searched=[project])
     (project / "helper.py").write_text("value = 'B'\n")
-    script = f"import sys; sys.path.insert(0, {str(project)!r})\n"
-    script += "from pathlib import Path\nfrom grpo_tasks.content.modules import own_sources\n"
-    script += f"from grpo_tasks.content.modules import import_object\nkept = Path({str(kept)!r})\n"
-    script += "import_object('mine:deep.fails', [kept], place='here'); import mine\n"
-    script += "print(mine.value, own_sources(['mine:x'], [kept])['mine'].is_relative_to(kept))"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.strip() == "A True"
+    shown = "from grpo_tasks.content.modules import own_sources\n"
+    shown += f"print(mine.value, own_sources(['mine:x'], [Path({str(kept)!r})])['mine'].is_relative_to({str(kept)!r}))"
+    assert imported(kept, project, shown, first=f"sys.path.insert(0, {str(project)!r})") == "A True"
 
 
 def test_no_module_at_all_makes_an_empty_folder(tmp_path):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from grpo_tasks.content import hashes
-from grpo_tasks.content.hashes import digest_of, file_sha256, find_changes, folder_sha256, take_manifest
+from grpo_tasks.content.hashes import Change, digest_of, file_sha256, find_changes, folder_sha256, outputs_sha256, take_manifest
 from grpo_tasks.running.key import model_contents
 from grpo_tasks.tracking.models import manifest_of
 from schemas.errors import DamagedError
@@ -36,6 +36,7 @@ def settle(monkeypatch):
 
 
 def write(path, content=LARGE):
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     return path
 
@@ -67,35 +68,26 @@ def test_published_files_are_read_after_memory_mapped_writes(tmp_path, settle):
             model_contents(ModelRef(path=str(folder), sha256=published))
 
 
-def test_a_flipped_byte_is_noticed_even_if_size_and_mtime_are_restored(tmp_path, settle):
+@pytest.mark.parametrize("change", ["a byte, with the old times", "another file of that name"])
+def test_other_contents_of_the_same_size_are_noticed(tmp_path, settle, change):
     path = write(tmp_path / "model.safetensors")
     before, status = file_sha256(path, remembered=True), path.stat()
-    with path.open("r+b") as file:
-        file.seek(len(LARGE) // 2)
-        file.write(b"y")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    if change == "another file of that name":
+        write(tmp_path / "other", b"z" * len(LARGE)).replace(path)
+    else:
+        with path.open("r+b") as file:
+            file.seek(len(LARGE) // 2)
+            file.write(b"y")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert path.stat().st_mtime_ns == status.st_mtime_ns
     assert file_sha256(path, remembered=True) != before
 
 
-def test_another_file_moved_to_the_same_path_is_noticed(tmp_path, settle):
-    path = write(tmp_path / "model.safetensors")
-    before = file_sha256(path, remembered=True)
-    write(tmp_path / "other", b"z" * len(LARGE)).replace(path)
-    assert file_sha256(path, remembered=True) != before
-
-
-def test_the_hash_of_a_file_written_a_moment_ago_is_not_cached(tmp_path, reads):
-    path = write(tmp_path / "model.safetensors")
-    file_sha256(path, remembered=True)
-    file_sha256(path, remembered=True)
-    assert len(reads) == 2
-
-
-def test_small_files_are_always_read(tmp_path, reads, settle):
-    path = write(tmp_path / "config.json", b"{}")
-    file_sha256(path, remembered=True)
-    file_sha256(path, remembered=True)
+@pytest.mark.parametrize(("content", "settled_ns"), [(LARGE, 2_000_000_000), (b"{}", -1)], ids=["a moment old", "small"])
+def test_new_files_and_small_files_are_always_read(tmp_path, reads, monkeypatch, content, settled_ns):
+    monkeypatch.setattr(hashes, "_SETTLED_NS", settled_ns)
+    path = write(tmp_path / "model.safetensors", content)
+    assert file_sha256(path, remembered=True) == file_sha256(path, remembered=True)
     assert len(reads) == 2
 
 
@@ -106,20 +98,48 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeyp
 
 
 def test_a_folder_is_hashed_by_names_and_contents_and_by_nothing_else(tmp_path):
-    for name in ("a/model.txt", "a/deep/file.txt", "b/model.txt", "b/deep/file.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.name)
+    for folder in ("a", "b"):
+        (tmp_path / folder / "deep").mkdir(parents=True)
+        for name in ("model.txt", "deep/file.txt"):
+            (tmp_path / folder / name).write_text(name)
     first = folder_sha256(tmp_path / "a")
     assert folder_sha256(tmp_path / "b") == first
     digest = hashlib.sha256()
     for name in ("deep/file.txt", "model.txt"):
-        digest.update(name.encode() + b"\0" + hashlib.sha256(name.rpartition("/")[2].encode()).digest())
+        digest.update(name.encode() + b"\0" + hashlib.sha256(name.encode()).digest())
     assert first == digest.hexdigest()
     (tmp_path / "b" / "model.txt").rename(tmp_path / "b" / "renamed.txt")
     assert folder_sha256(tmp_path / "b") != first
-
-
-def test_the_order_of_the_files_does_not_matter():
     files = [("a-b", "00" * 32), ("a/b", "11" * 32), ("a.b", "22" * 32)]
     assert digest_of(files) == digest_of(files[::-1])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("final/adapter.bin", "final/config.json", "samples.parquet"):
+        write(tmp_path / name, name.encode())
+    return tmp_path
+
+
+def test_a_manifest_has_outputs_and_finds_what_is_missing_or_changed(folder):
+    for name in ("result.json", "error.json", "log.txt", "plots/reward.png", "overview.png", ".model.part"):
+        write(folder / name, b"x")
+    manifest = take_manifest(folder)
+    assert [file.path for file in manifest] == ["final/adapter.bin", "final/config.json", "samples.parquet"]
+    assert find_changes(folder, manifest) == []
+    (folder / "final/adapter.bin").unlink()
+    (folder / "samples.parquet").write_text("samples.parqueT")
+    (folder / "new.txt").write_text("x")
+    changes = find_changes(folder, manifest)
+    assert changes == [Change("final/adapter.bin", "missing"), Change("samples.parquet", "changed")]
+
+
+def test_a_hash_over_some_outputs_sees_only_those(folder):
+    manifest = take_manifest(folder)
+    first = outputs_sha256(manifest, ("final",))
+    (folder / "samples.parquet").write_text("other")
+    assert outputs_sha256(take_manifest(folder), ("final",)) == first
+    (folder / "final/config.json").write_text("other")
+    assert outputs_sha256(take_manifest(folder), ("final",)) != first
+    # A name covers no file whose name merely begins with it.
+    assert outputs_sha256(manifest, ("fin",)) == outputs_sha256((), ())

@@ -52,23 +52,28 @@ def folder(tmp_path):
     return made
 
 
-@pytest.fixture(autouse=True)
-def short_limits(monkeypatch):
-    monkeypatch.setattr(room, "CHECK_S", 10.0)
-    monkeypatch.setattr(room, "RENDER_S", 5.0)
-    monkeypatch.setattr(room, "MEMORY_BYTES", 2**30)
+@pytest.fixture
+def short(monkeypatch):
+    """Shorten a limit. Not for what has to end: a new process takes seconds on a busy machine."""
+    return lambda name, value: monkeypatch.setattr(room, name, value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("template", "reason"), [(NESTED, "did not end within 10 s"), (LARGE, "took more than 1 GiB of memory")])
-def test_a_template_without_an_end_is_refused_before_this_process_loads_it(folder, template, reason):
+@pytest.mark.parametrize(
+    ("template", "limit", "reason"),
+    [(NESTED, ("CHECK_S", 10.0), "did not end within 10 s"), (LARGE, ("MEMORY_BYTES", 2**30), "took more than 1 GiB of memory")],
+)
+def test_a_template_without_an_end_is_refused_before_this_process_loads_it(folder, short, template, limit, reason):
     (folder / "chat_template.jinja").write_text(template)
+    short(*limit)
     with pytest.raises(ModelError, match=reason) as refused:
         load_counter(ModelConfig(path=str(folder)))
     assert refused.value.place == f"model.path: {folder}"
 
 
-def test_a_tokenizer_that_multiplies_each_letter_is_refused(folder):
+def test_a_tokenizer_that_multiplies_each_letter_is_refused(folder, short):
+    short("CHECK_S", 10.0)
+    short("MEMORY_BYTES", 2**30)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["normalizer"] = {
@@ -83,9 +88,7 @@ def test_a_tokenizer_that_multiplies_each_letter_is_refused(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "header", [b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", b'\x08\0\0\0\0\0\0\0{"a":{}}', b"version https://git-lfs"]
-)
+@pytest.mark.parametrize("header", [b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", b"version https://git-lfs"])
 def test_a_damaged_header_of_weights_is_named_with_its_file(folder, header):
     (folder / "model.safetensors").write_bytes(header)
     with pytest.raises(ModelError, match="the weights cannot be read") as refused:
@@ -94,13 +97,15 @@ def test_a_damaged_header_of_weights_is_named_with_its_file(folder, header):
 
 
 @pytest.mark.slow
-def test_a_template_that_loops_for_one_row_is_refused(folder):
+def test_a_template_that_loops_for_one_row_is_refused(folder, short):
     (folder / "chat_template.jinja").write_text("{% if 'LOOP' in messages[0].content %}" + NESTED + "{% endif %}{{ messages }}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with limited_templates(str(folder)):
         assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str)
+        short("RENDER_S", 5.0)
         with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
             rendered_all(tokenizer, [[{"role": "user", "content": "LOOP"}]], opened=True)
+        short("RENDER_S", 90.0)
         assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str), "a new process goes on"
 
 
@@ -133,7 +138,8 @@ def looping(folder):
     return str(folder)
 
 
-def test_a_demonstration_for_which_the_template_never_ends_stops_the_stage(folder, sums):
+def test_a_demonstration_for_which_the_template_never_ends_stops_the_stage(folder, sums, short):
+    short("RENDER_S", 5.0)
     sums.rewrite(lambda number, extra: extra | ({"solution": "LOOP"} if number == 3 else {}))
     path = looping(folder)
     with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
@@ -141,7 +147,7 @@ def test_a_demonstration_for_which_the_template_never_ends_stops_the_stage(folde
 
 
 @pytest.mark.slow
-def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(tmp_path, monkeypatch):
+def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(tmp_path, monkeypatch, short):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(TOOLS, encoding="utf-8")
     path = str(write_model(tmp_path / "model", before=LOOPED))
@@ -149,6 +155,7 @@ def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(t
     with player(config, ModelRef(path=path), ModelConfig(path=path), RolloutConfig(), completion=CompletionConfig()) as found:
         turns, question = TurnTokens(found.tokenizer), [{"role": "user", "content": "Hi"}]
         assert turns.prompt(question)
+        short("RENDER_S", 5.0)
         with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
             turns.after(question, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "LOOP"}], closed=True)
 

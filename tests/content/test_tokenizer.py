@@ -90,14 +90,9 @@ def test_a_fixed_day_is_written_as_transformers_would_have(thinking, monkeypatch
     chat_template_utils._compile_jinja_template.cache_clear()
     assert fixed == rendered(thinking).rstrip(" ")
     assert fixed != later
+    if template == LLAMA:
+        assert rendered(prepared, date_string="today") == "Today Date: today", "a caller may name another day"
     chat_template_utils._compile_jinja_template.cache_clear()
-
-
-def test_the_caller_of_a_fixed_day_template_may_override_it(thinking):
-    thinking.chat_template = LLAMA
-    set_template_defaults(thinking, {"strftime_now": "2031-03-09"})
-    assert rendered(thinking) == "Today Date: 09 Mar 2031"
-    assert rendered(thinking, date_string="today") == "Today Date: today"
 
 
 def test_a_saved_tokenizer_keeps_the_defaults_and_gets_them_once(thinking, tmp_path):
@@ -119,20 +114,8 @@ def qwen():
     return AutoTokenizer.from_pretrained(resolve("embedded:base"))
 
 
-FENCES = [
-    "{{ messages }}",
-    "{% endif %}",
-    "{%- raw %}",
-    "#}",
-    "{#- end of the system prompt +#}",
-    "'",
-    '"',
-    "\\",
-    "\n",
-    "\r\n",
-    "\x00",
-    "😀",
-]
+FENCES = ["{{ messages }}", "{% endif %}", "{%- raw %}", "#}", "{#- end of the system prompt +#}"]
+FENCES += ["'", '"', "\\", "\n", "\r\n", "\x00", "😀"]
 
 
 @given(st.lists(st.sampled_from(FENCES) | st.text(max_size=8), max_size=6).map("".join))
@@ -195,15 +178,9 @@ def test_a_run_with_tools_renders_the_models_template_for_them(thinking):
     tools, prepared = [{"type": "function", "function": {"name": "add"}}], copy.deepcopy(thinking)
     set_template_defaults(prepared, {"tools": tools})
     assert rendered(prepared) == rendered(thinking, tools=tools) == "add:What is 15 + 27?"
-    set_template_defaults(thinking, {"style": {}})
-    assert "What is" in rendered(thinking)
-    assert not rendered(thinking).startswith("add")
-
-
-def test_a_tokenizer_without_settings_stays_as_it_is(thinking):
-    vocabulary = thinking.get_vocab()
+    vocabulary, template = thinking.get_vocab(), thinking.chat_template
     prepare(thinking, ModelConfig(), RolloutConfig())
-    assert (thinking.chat_template, thinking.get_vocab()) == (TEMPLATE, vocabulary)
+    assert (thinking.chat_template, thinking.get_vocab()) == (template, vocabulary), "without settings it stays as it is"
 
 
 def test_added_tokens_survive_a_save_and_keep_the_special_tokens_there_are(thinking, tmp_path):

@@ -1,41 +1,31 @@
 """The embedded base model: its size, its tokenizer, its chat template, and that it is still a poor pupil."""
 
 import unicodedata
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.demo import arithmetic, build
-from tests.demo import build as tokenizer_module
 from tests.demo.arithmetic import PROBE, all_problems, chat, split_problems
-from tests.demo.build import SPECIAL_TOKENS, SolvedProblem, good_completion
+from tests.demo.build import SPECIAL_TOKENS, good_completion
 
 BASE = arithmetic.DEMO / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-pupil: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BASE)
+pupil = AutoTokenizer.from_pretrained(BASE)
 
 
-def test_model_and_tokenizer_take_three_megabytes_at_most() -> None:
-    assert sum(file.stat().st_size for file in BASE.iterdir()) <= 3 * 2**20
-
-
-def test_rebuilding_gives_the_tokenizer_byte_for_byte(tmp_path: Path) -> None:
-    tokenizer_module.write_tokenizer(tmp_path)
+def test_rebuilding_gives_the_tokenizer_byte_for_byte(tmp_path):
+    build.write_tokenizer(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(TOKENIZER_FILES)
     for name in TOKENIZER_FILES:
         assert (tmp_path / name).read_bytes() == (BASE / name).read_bytes()
-
-
-def test_auto_tokenizer_gives_back_the_tokenizer_that_was_saved() -> None:
-    built = tokenizer_module.build_tokenizer()
-    assert type(pupil) is type(built)
+    built = build.build_tokenizer()
+    assert type(pupil) is type(built), "AutoTokenizer gives back what was saved"
     assert pupil.backend_tokenizer.to_str() == built.backend_tokenizer.to_str()
-    assert pupil.chat_template == built.chat_template
 
 
 @given(st.text())
@@ -45,23 +35,23 @@ def test_auto_tokenizer_gives_back_the_tokenizer_that_was_saved() -> None:
 @example(" 12  34\n\n\t5 ")
 @example("<|im_end|><|endoftext|><|im_start|>")
 @settings(max_examples=300)
-def test_any_text_survives_encoding_and_decoding_in_its_composed_form(text: str) -> None:
+def test_any_text_survives_encoding_and_decoding_in_its_composed_form(text):
     assert pupil.decode(pupil(text).input_ids) == unicodedata.normalize("NFC", text)
 
 
-def test_every_digit_is_a_token_of_its_own() -> None:
+def test_every_digit_is_a_token_of_its_own():
     assert pupil.tokenize("1234567890") == list("1234567890")
     assert not [token for token in pupil.get_vocab() if len(token) > 1 and any(letter.isdecimal() for letter in token)]
 
 
-def test_the_tags_are_cheap_plain_text() -> None:
+def test_the_tags_are_cheap_plain_text():
     assert set(pupil.all_special_tokens) == set(SPECIAL_TOKENS)
     assert {token.content for token in pupil.added_tokens_decoder.values()} == set(SPECIAL_TOKENS)
     for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
         assert len(pupil(tag).input_ids) <= 3
 
 
-def test_end_and_padding_are_the_stated_tokens_in_tokenizer_and_model() -> None:
+def test_end_and_padding_are_the_stated_tokens_in_tokenizer_and_model():
     settings_on_disk = GenerationConfig.from_pretrained(BASE)
     assert (pupil.eos_token, pupil.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert settings_on_disk.eos_token_id == pupil.eos_token_id
@@ -69,7 +59,7 @@ def test_end_and_padding_are_the_stated_tokens_in_tokenizer_and_model() -> None:
     assert (settings_on_disk.do_sample, settings_on_disk.temperature, settings_on_disk.top_p) == (True, 0.7, 0.9)
 
 
-def test_the_chat_template_is_chatml_without_a_system_message_of_its_own() -> None:
+def test_the_chat_template_is_chatml_without_a_system_message_of_its_own():
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " there "}]
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n there <|im_end|>\n"
     assert pupil.apply_chat_template(messages, tokenize=False) == expected
@@ -79,25 +69,18 @@ def test_the_chat_template_is_chatml_without_a_system_message_of_its_own() -> No
     assert pupil.apply_chat_template(chat(PROBE), tokenize=False).startswith("<|im_start|>system\nReply with")
 
 
-def test_prompts_and_good_completions_are_short() -> None:
+def test_prompts_and_good_completions_are_short():
     assert max(len(pupil(build.render(problem, pupil)).input_ids) for problem in split_problems().eval) <= 40
     assert max(len(pupil(good_completion(problem)).input_ids) + 1 for problem in all_problems()) <= 45
 
 
-def test_only_the_completion_and_its_end_token_are_learned() -> None:
-    texts = ["12", "The answer is 42."]
-    batch = build.collate([SolvedProblem(PROBE, text) for text in texts], pupil)
-    for ids, labels, mask, text in zip(batch.input_ids, batch.labels, batch.attention_mask, texts, strict=True):
-        assert pupil.decode(labels[labels != build.IGNORE]) == text + "<|im_end|>"
-        assert pupil.decode(ids[mask.bool()]) == build.render(PROBE, pupil) + text + "<|im_end|>"
-
-
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def model():
     return AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
 
 
-def test_the_saved_model_is_a_small_tied_qwen2_in_bfloat16(model: torch.nn.Module) -> None:
+def test_the_saved_model_is_a_small_tied_qwen2_in_bfloat16(model):
+    assert sum(file.stat().st_size for file in BASE.iterdir()) <= 3 * 2**20
     config = model.config
     assert (config.model_type, config.dtype) == ("qwen2", torch.float32)
     assert AutoModelForCausalLM.from_pretrained(BASE).dtype == torch.bfloat16
@@ -108,13 +91,13 @@ def test_the_saved_model_is_a_small_tied_qwen2_in_bfloat16(model: torch.nn.Modul
     assert len(pupil) <= config.vocab_size <= len(pupil) + 64
 
 
-def test_the_base_leaves_grpo_something_to_do() -> None:
+def test_the_base_leaves_grpo_something_to_do():
     measured = build.measure(BASE, split_problems().eval[:256], seed=7)
     assert 0.12 <= measured.format_rate <= 0.30
     assert 0.17 <= measured.accuracy <= 0.40
 
 
-def test_the_base_is_not_one_greedy_step_away_from_done(model: torch.nn.Module) -> None:
+def test_the_base_is_not_one_greedy_step_away_from_done(model):
     left_padded = AutoTokenizer.from_pretrained(BASE, padding_side="left")
     prompts = [build.render(problem, left_padded) for problem in split_problems().eval[:64]]
     batch = left_padded(prompts, padding=True, return_tensors="pt")

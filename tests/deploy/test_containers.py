@@ -28,12 +28,9 @@ RUN_LIMIT_S = 3600
 
 def why_not():
     """Why this machine cannot run containers; empty if it can."""
-    for call, what in (
-        (["docker", "version"], "Docker does not answer"),
-        (["docker", "compose", "version"], "no docker compose"),
-    ):
+    for call, what in ((["version"], "Docker does not answer"), (["compose", "version"], "no docker compose")):
         try:
-            done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=60)
+            done = subprocess.run(["docker", *call], capture_output=True, text=True, check=False, timeout=60)
         except OSError as error:
             return f"{what}: {error}"
         if done.returncode:
@@ -164,18 +161,8 @@ def test_a_killed_worker_is_started_again(stack):
 def docker_worker(stack, tmp_path):
     """The pool grpo-docker of the stack, and a worker for it on this machine."""
     # Its dependencies are those of Prefect and MLflow. Only a worker of such a pool needs it, so that it is in no extra.
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        tmp_path / "site",
-        "prefect-docker>=0.7,<0.8",
-    ]
-    subprocess.run(install, check=True, timeout=600)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site"]
+    subprocess.run([*install, "prefect-docker>=0.7,<0.8"], check=True, timeout=600)
     own = {"PYTHONPATH": str(tmp_path / "site"), "PREFECT_HOME": str(tmp_path / "prefect")}
     own |= {"PREFECT_API_URL": f"{stack.prefect}/api", "PREFECT_API_AUTH_STRING": stack.passwords["PREFECT_AUTH"]}
     prefect, template = [sys.executable, "-m", "prefect"], ROOT / "deploy" / "work_pools" / "docker.json"

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = [pytest.mark.long, pytest.mark.ci]
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "gpu-check.sh"
 MACHINE = ("torch", "transformers", "accelerate", "peft")
@@ -57,14 +59,8 @@ def machine(tmp_path_factory):
 
 def run(command, cwd, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
-    return subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=kept | {"HF_HUB_OFFLINE": "1"} | environment,
-    )
+    own = kept | {"HF_HUB_OFFLINE": "1"} | environment
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False, env=own)
 
 
 def imports(python, *modules):
@@ -72,8 +68,6 @@ def imports(python, *modules):
     return run([python, "-c", code, *modules], ROOT, PYTHONPATH=str(ROOT))
 
 
-@pytest.mark.long
-@pytest.mark.ci
 def test_everything_that_runs_on_a_gpu_machine_finds_its_packages(machine):
     modules = ["tests.gpu.test_passes", "tests.gpu.test_stages", "tests.benchmarks.gpu", "tests.benchmarks.sides"]
     modules += ["grpo_tasks.grpo.__main__", "grpo_tasks.rewards.worker", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config"]
@@ -82,15 +76,11 @@ def test_everything_that_runs_on_a_gpu_machine_finds_its_packages(machine):
     assert "No module named 'polars'" in imports(machine, "polars").stderr
 
 
-@pytest.mark.long
-@pytest.mark.ci
 def test_passes_need_no_tables(tmp_path):
     done = imports(bare_machine(tmp_path / "venv", *MACHINE), "tests.gpu.conftest", "tests.gpu.test_passes")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.long
-@pytest.mark.ci
 def test_the_script_installs_wheels_and_ends_with_the_tests_status(tmp_path, machine):
     """In a copy without tests."""
     (tmp_path / "deploy").mkdir()
@@ -113,8 +103,6 @@ def test_the_script_installs_wheels_and_ends_with_the_tests_status(tmp_path, mac
     assert "tests/gpu" in (tmp_path / "caller" / "found" / "tests.txt").read_text()
 
 
-@pytest.mark.long
-@pytest.mark.ci
 def test_the_gpu_tests_pass_on_a_machine_without_one(tmp_path, machine):
     # A compiled layer takes a minute, and a killed stage half of one; other tests have both.
     chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_risky.py::test_compiled_layers_give_the_same_numbers"}

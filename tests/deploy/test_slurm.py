@@ -142,9 +142,8 @@ class Slurm:
 
     def wait(self, number):
         """The job when it has ended for good."""
-        self.until(
-            lambda: self.job(number).get("JobState") in {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}, LIMIT_S
-        )
+        ends = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
+        self.until(lambda: self.job(number).get("JobState") in ends, LIMIT_S)
         return self.job(number)
 
     def lose(self, name):
@@ -187,7 +186,6 @@ def slurm(tmp_path):
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"Slurm is not complete here: no {', '.join(missing)}")
     pytest.importorskip("ray", reason="ray is not installed")
-    pytest.importorskip("grpo_tasks.cluster", reason="stages do not run on Ray yet")
     (tmp_path / "slurm").mkdir()
     cluster = Slurm(tmp_path / "slurm")
     try:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,10 +19,12 @@ import yaml
 from prefect.server.schemas.actions import validate_base_job_template
 
 from flows.deployments import FILE, QUEUES, prefect_yaml
-from grpo_tasks.operating.commands import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
+from grpo_tasks.operating import commands
+from grpo_tasks.operating.commands import HOST, create_databases, database_url, deploy_commands, free_port
 from grpo_tasks.operating.pool_secrets import VARIABLES, block_name, save_secrets
 from schemas.errors import UserError
 from tests.postgres import cluster, programs
+from tests.processes.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -52,14 +53,14 @@ def test_prefect_yaml_agrees_with_the_code():
 
 
 def test_the_servers_are_started_with_the_commands_of_grpo_up():
-    assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in prefect_command(4200)]
-    plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000)]
+    assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in commands.prefect_command(4200)]
+    plain = [part.replace(HOST, "0.0.0.0") for part in commands.mlflow_command(5000)]
     # The same check, and passwords in addition.
     assert plain[-2:] == ["--app-name", "same-origin"]
     assert command("mlflow")[: len(plain)] == [*plain[:-1], "same-origin-basic-auth"]
     checked = ["--with-healthcheck"]
-    assert command("worker") == [*worker_command("compose-1", "cpu"), *checked]
-    assert command("worker-gpu") == [*worker_command("compose-gpu-1", "gpu"), *checked]
+    assert command("worker") == [*commands.worker_command("compose-1", "cpu"), *checked]
+    assert command("worker-gpu") == [*commands.worker_command("compose-gpu-1", "gpu"), *checked]
     assert [command("deployments"), command("automations")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
 
 
@@ -77,21 +78,13 @@ def test_every_service_with_a_published_port_requires_a_secret():
     for name, variable in ASKED_FOR.items():
         value = SERVICES[name]["environment"][variable]
         assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", value), f"{name} starts without {variable}"
-
-
-def test_a_worker_sends_the_key_that_the_vllm_server_requires():
     for worker in ("worker", "worker-gpu"):
         assert SERVICES[worker]["environment"]["VLLM_API_KEY"] == SERVICES["vllm"]["environment"]["VLLM_API_KEY"]
 
 
 def test_each_queue_has_one_worker_with_what_a_run_needs():
     workers = {name: service for name, service in SERVICES.items() if "worker" in command(name)}
-    queues = [
-        part
-        for name in workers
-        for part, before in zip(command(name)[1:], command(name), strict=False)
-        if before == "--work-queue"
-    ]
+    queues = [command(name)[command(name).index("--work-queue") + 1] for name in workers]
     assert sorted(queues) == sorted(QUEUES)
     for name, worker in workers.items():
         assert worker["environment"].items() >= COMPOSE["x-clients"].items(), name
@@ -101,12 +94,8 @@ def test_each_queue_has_one_worker_with_what_a_run_needs():
 
 
 def test_every_service_restarts_by_itself_or_until_it_has_succeeded():
-    once = {
-        name
-        for service in SERVICES.values()
-        for name, how in service.get("depends_on", {}).items()
-        if "completed" in how["condition"]
-    }
+    waits = [(name, how) for service in SERVICES.values() for name, how in service.get("depends_on", {}).items()]
+    once = {name for name, how in waits if "completed" in how["condition"]}
     for name, service in SERVICES.items():
         assert service["restart"] == ("on-failure" if name in once else "unless-stopped"), name
         assert name in once or "healthcheck" in service, name
@@ -153,10 +142,8 @@ def test_a_service_waits_only_for_services_with_a_health_check():
 
 
 def test_docker_agrees_with_the_compose_file():
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode
-    ):
+    asked = ["docker", "compose", "version"]
+    if shutil.which("docker") is None or subprocess.run(asked, capture_output=True, check=False).returncode:
         pytest.skip("docker compose is not installed on this machine")
     names = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text()))
     environment = os.environ | dict.fromkeys(names, "x") | {"GRPO_BIND": HOST}
@@ -184,18 +171,12 @@ def test_the_image_copies_what_exists_and_does_not_run_as_root():
     assert re.search(r"^torch==2\.13\.0$", pins, re.MULTILINE)
 
 
-def environment_of_the_image():
-    """What ENV sets in the last stage of the Dockerfile."""
-    stage = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").split("\nFROM ")[-1]
-    return dict(part.split("=", 1) for line in stage.splitlines() if line.startswith("ENV ") for part in shlex.split(line)[1:])
-
-
 def test_the_image_writes_only_where_its_user_may():
-    image = environment_of_the_image()
-    owned = ("/home/grpo", "/runs", "/models")
-    for name in ("PREFECT_UI_STATIC_DIRECTORY", "HF_HOME", "GRPO_WORKDIR"):
-        assert image[name].startswith(owned), name
     text = (DEPLOY / "Dockerfile").read_text()
+    lines = text.replace("\\\n", " ").split("\nFROM ")[-1].splitlines()
+    image = dict(part.split("=", 1) for line in lines if line.startswith("ENV ") for part in shlex.split(line)[1:])
+    for name in ("PREFECT_UI_STATIC_DIRECTORY", "HF_HOME", "GRPO_WORKDIR"):
+        assert image[name].startswith(("/home/grpo", "/runs", "/models")), name
     assert "chown -h grpo /runs /models" in text
 
 
@@ -265,11 +246,8 @@ def answers(url, user=None, **headers):
 
 
 def wait_for(url, status, process, log):
-    deadline = time.monotonic() + 120
-    while answers(url) != status:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, f"{url}: {answers(url)}\n{log.read_text()[-3000:]}"
-        time.sleep(0.5)
+    until(lambda: process.poll() is not None or answers(url) == status)
+    assert process.poll() is None, log.read_text()[-3000:]
 
 
 @pytest.fixture
@@ -345,8 +323,6 @@ def test_a_restored_backup_contains_runs_and_models(tmp_path):
     if folder is None:
         pytest.skip("PostgreSQL is not installed on this machine")
     from mlflow import MlflowClient
-
-    from grpo_tasks.operating.commands import create_databases, database_url
 
     with cluster() as address:
         create_databases(address)

@@ -52,7 +52,7 @@ def test_peft_loads_the_adapter_over_the_original_base(place):
     wanted = logits(AutoModelForCausalLM.from_pretrained(place.root / "merged", dtype=torch.float32), prompt(place))
     torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
     assert (alone - wanted).abs().max() > 10 * (ours - wanted).abs().max()
-    assert not (place.root / "adapter.part").exists()
+    assert not (place.root / ".adapter.part").exists()
 
 
 def test_a_model_that_was_trained_in_full_is_published_and_no_adapter(place):

@@ -43,7 +43,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_an_exception_leaves_the_old_one_and_nothing_else(tmp_path, kind):
+def test_after_an_exception_or_a_kill_the_old_one_is_there(tmp_path, kind):
     path = tmp_path / "thing"
     write(path, kind, "old")
 
@@ -56,12 +56,6 @@ def test_an_exception_leaves_the_old_one_and_nothing_else(tmp_path, kind):
         fail()
     assert read(path) == "old"
     assert [*tmp_path.iterdir()] == [path]
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_after_a_kill_the_old_is_there_and_repeating_succeeds(tmp_path, kind):
-    path = tmp_path / "thing"
-    write(path, kind, "old")
     assert subprocess.run([sys.executable, "-c", KILLED, path, kind], check=False).returncode == -signal.SIGKILL
     assert read(path) == "old"
     with replacing(path) as unfinished:

@@ -11,6 +11,7 @@ from grpo_tasks.kit import share
 from grpo_tasks.kit.share import Pool, State
 from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 from schemas.metrics import QUEUE_DEPTH, REPLICAS_SERVING
+from tests.processes.waiting import until
 
 
 class Shop:
@@ -81,11 +82,9 @@ def background(work):
     assert not thread.is_alive()
 
 
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def raising(error):
+    """A function that raises it."""
+    return lambda: (_ for _ in ()).throw(error)
 
 
 def squares(count):
@@ -145,21 +144,17 @@ def test_an_own_dead_server_is_asked_again_only_once_admitted():
 
 def test_a_server_that_fails_too_often_ends_the_last_batch():
     shop = Shop("a")
-    shop.fail = lambda: (_ for _ in ()).throw(ServerGoneError("its engine died", place="a"))
+    shop.fail = raising(ServerGoneError("its engine died", place="a"))
     with pytest.raises(ServerGoneError, match="its engine died"):
         pool_of(shop, max_failures=2).run(range(5), ask)
     assert shop.admissions == 3
 
 
-def test_a_refused_request_ends_the_batch():
-    shops = [Shop("a"), Shop("b")]
-    for shop in shops:
-        shop.fail = lambda: (_ for _ in ()).throw(RolloutError("the prompt is too long"))
+def test_a_refused_request_and_an_error_in_an_admission_are_raised():
+    shop = Shop("a")
+    shop.fail = raising(RolloutError("the prompt is too long"))
     with pytest.raises(RolloutError, match="too long"):
-        pool_of(*shops).run(range(5), ask)
-
-
-def test_an_error_in_the_admission_of_a_server_is_raised():
+        pool_of(shop).run(range(5), ask)
     pool = Pool([Shop("a")], concurrency=1, admit=lambda _: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         pool.refresh()
@@ -207,14 +202,6 @@ def test_a_foreign_server_that_was_away_serves_again_in_the_same_batch():
     assert sum("cannot be started again" in event for event in pool.take_report()[1]) == 1
 
 
-def test_foreign_servers_that_are_all_away_end_the_batch_at_once(monkeypatch):
-    monkeypatch.setattr(share, "RETRY_S", 60.0)
-    shops = [Shop("a", own=False), Shop("b", own=False)]
-    shops[0].alive = shops[1].alive = False
-    with pytest.raises(RolloutError, match="does not answer"):
-        pool_of(*shops).run(range(5), ask)
-
-
 def test_with_patience_a_batch_waits_for_a_server():
     for back in (True, False):
         shop = Shop("a", own=False)
@@ -231,15 +218,17 @@ def test_with_patience_a_batch_waits_for_a_server():
         assert found == [[9]]
 
 
-def test_patience_ends(caplog):
-    shop = Shop("a", own=False)
-    pool = pool_of(shop, patience_s=0.3)
+@pytest.mark.parametrize("patience_s", [0.0, 0.3])
+def test_patience_ends(monkeypatch, patience_s):
+    monkeypatch.setattr(share, "RETRY_S", 60.0)
+    shops = [Shop("a", own=False), Shop("b", own=False)]
+    pool = pool_of(*shops, patience_s=patience_s)
     pool.refresh()
-    shop.alive = False
+    shops[0].alive = shops[1].alive = False
     began = time.monotonic()
-    with pytest.raises(RolloutError):
-        pool.run([3], ask)
-    assert time.monotonic() - began >= 0.3
+    with pytest.raises(RolloutError, match="does not answer"):
+        pool.run(range(5), ask)
+    assert patience_s <= time.monotonic() - began < 30
 
 
 def test_new_weights_reach_every_server_and_a_failed_one_later():
@@ -296,7 +285,7 @@ def test_a_busy_server_rests_and_then_gets_one_request_until_it_answers():
 
 def test_a_server_that_stays_busy_is_left_out():
     busy, other = Shop("busy"), Shop("other")
-    busy.fail = lambda: (_ for _ in ()).throw(ServerBusyError("too many requests", place="busy"))
+    busy.fail = raising(ServerBusyError("too many requests", place="busy"))
     other.delay_s = 0.01
     pool = pool_of(busy, other, max_failures=0)
     assert pool.run(range(200), ask) == squares(200)

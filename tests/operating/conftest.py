@@ -56,6 +56,22 @@ class Operated(Place):
         wanted = {"deployments": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
         return self.ask("/flow_runs/filter", wanted)
 
+    def tasks_of(self, *runs, step):
+        """States of the tasks of a step."""
+        wanted = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return [task["state_name"] for task in self.ask("/task_runs/filter", wanted) if task["name"].startswith(step)]
+
+    def parents(self, name):
+        """The runs in MLflow that are no stage's."""
+        return [each for each in self.runs(name) if "mlflow.parentRunId" not in each.data.tags]
+
+    def versions(self, name):
+        """How many versions a model has."""
+        return len(self.client.search_model_versions(f"name='{name}'"))
+
+    def aliases(self, name):
+        return self.client.get_registered_model(name).aliases
+
     def wait(self, run_id, *states, limit_s=RUN_LIMIT_S):
         """Wait until a run has ended; it must end in one of `states`, if any are named."""
         deadline = time.monotonic() + limit_s
@@ -66,11 +82,13 @@ class Operated(Place):
         return run
 
     def log_of(self, run_id):
+        return "\n".join(line["message"] for line in self.lines_of(run_id))
+
+    def lines_of(self, run_id):
         """Log lines of a run and its subflows."""
-        found = self.ask(
-            "/logs/filter", {"sort": "TIMESTAMP_ASC", "limit": 200, "logs": {"flow_run_id": {"any_": self._family(run_id)}}}
-        )
-        return "\n".join(line["message"] for line in found)
+        children = self.ask("/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}})
+        family = {"flow_run_id": {"any_": [run_id, *(child["id"] for child in children)]}}
+        return self.ask("/logs/filter", {"sort": "TIMESTAMP_ASC", "limit": 200, "logs": family})
 
     def says(self, run_id, text, limit_s=120):
         """Wait until the log of the run contains `text`: its last lines arrive a moment after its state."""
@@ -80,10 +98,6 @@ class Operated(Place):
                 raise AssertionError(f"{text!r} is not in the log:\n{log}")
             time.sleep(0.5)
         return True
-
-    def _family(self, run_id):
-        children = self.ask("/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}})
-        return [run_id, *(child["id"] for child in children)]
 
     def config(self, name, **changes):
         """A small config file in the working directory."""

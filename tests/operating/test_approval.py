@@ -10,6 +10,7 @@ from schemas.config.run import RunConfig
 from schemas.config.section import form_values
 from schemas.paths import resolve
 from tests.flows.place import SMALL
+from tests.processes.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -23,11 +24,12 @@ PROMOTED = {
 
 
 def suspended(operated, run):
-    deadline = time.monotonic() + 900
-    while (found := operated.ask(f"/flow_runs/{run['id']}"))["state_type"] != "PAUSED":
-        assert found["state_type"] not in ("COMPLETED", "FAILED", "CRASHED"), operated.log_of(run["id"])
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    def is_paused():
+        state = operated.ask(f"/flow_runs/{run['id']}")["state_type"]
+        assert state not in ("COMPLETED", "FAILED", "CRASHED"), operated.log_of(run["id"])
+        return state == "PAUSED"
+
+    until(is_paused)
     time.sleep(2)  # the message follows the state
     return operated.ask(f"/flow_runs/{run['id']}")
 
@@ -44,10 +46,10 @@ def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, fresh):
     run = operated.trigger("preset", source=source, fresh=fresh)
     waiting = suspended(operated, run)
     assert waiting["state"]["message"].startswith("v1 waits for approval: format rate ")
-    [told] = operated.ask(f"/flow_runs/{run['id']}/input/filter", {"prefix": "suspended-approval-1--description"})
-    assert "| merged |" in told["value"], "the form shows the comparison"
-    assert operated.client.get_registered_model(name).aliases == {"challenger": "1"}
-    [parent] = [each for each in operated.runs(name) if "mlflow.parentRunId" not in each.data.tags]
+    [described] = operated.ask(f"/flow_runs/{run['id']}/input/filter", {"prefix": "suspended-approval-1--description"})
+    assert "| merged |" in described["value"], "the form shows the comparison"
+    assert operated.aliases(name) == {"challenger": "1"}
+    [parent] = operated.parents(name)
     assert parent.info.status == "FINISHED", "nothing runs while the run waits"
     assert parent.data.tags["prefect.flow_run_url"].endswith(run["id"])
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "ID_DESC"})
@@ -57,11 +59,9 @@ def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, fresh):
 
     ended = resume(operated, run, decision="promote", approved_by="ann", note="")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
-    assert operated.client.get_registered_model(name).aliases == {"champion": "1"}
-    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
-    trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
-    assert trained == ["Completed"], "nothing is computed twice"
-    assert len(operated.client.search_model_versions(f"name='{name}'")) == 1
+    assert operated.aliases(name) == {"champion": "1"}
+    assert operated.tasks_of(run, step="train_stage") == ["Completed"], "nothing is computed twice"
+    assert operated.versions(name) == 1
 
 
 def test_a_retraining_that_waits_for_approval_can_be_rejected(operated):
@@ -72,7 +72,7 @@ def test_a_retraining_that_waits_for_approval_can_be_rejected(operated):
     assert again["state"]["message"].startswith("nothing to do: version 1 of refused")
     ended = resume(operated, run, decision="reject", approved_by="bob", note="too long")
     assert ended["state"]["message"].startswith("v1 not promoted: format rate ")
-    assert operated.client.get_registered_model("refused").aliases == {"challenger": "1"}
+    assert operated.aliases("refused") == {"challenger": "1"}
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
 
 
@@ -94,19 +94,13 @@ def test_a_resumed_wait_uses_what_it_was_asked_about(operated):
     operated.client.set_registered_model_alias("moved", "champion", "3")
     operated.ask(f"/flow_runs/{run['id']}/resume", {"run_input": {"decision": "promote", "approved_by": "ann", "note": ""}})
     # The comparison with another champion is another question.
-    deadline = time.monotonic() + 600
-    while len(operated.ask(f"/flow_runs/{run['id']}")["empirical_policy"]["pause_keys"]) < 2:
-        assert time.monotonic() < deadline, operated.log_of(run["id"])
-        time.sleep(0.5)
+    until(lambda: len(operated.ask(f"/flow_runs/{run['id']}")["empirical_policy"]["pause_keys"]) == 2)
     suspended(operated, run)
     resume(operated, run, decision="promote", approved_by="ann", note="")
-    assert operated.client.get_registered_model("moved").aliases["champion"] == "2"
-    assert len(operated.client.search_model_versions("name='moved'")) == 3, "nothing was trained again"
-    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
-    trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
-    assert trained == ["Completed"]
-    parents = [each for each in operated.runs("moved") if "mlflow.parentRunId" not in each.data.tags]
-    assert len(parents) == 3, "it has continued its run in MLflow"
+    assert operated.aliases("moved")["champion"] == "2"
+    assert operated.versions("moved") == 3, "nothing was trained again"
+    assert operated.tasks_of(run, step="train_stage") == ["Completed"]
+    assert len(operated.parents("moved")) == 3, "it has continued its run in MLflow"
 
 
 def test_an_unanswered_question_is_asked_again_without_training(operated):
@@ -119,9 +113,8 @@ def test_an_unanswered_question_is_asked_again_without_training(operated):
     suspended(operated, run)
     ended = resume(operated, run, decision="promote", approved_by="ann", note="")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
-    assert operated.client.get_registered_model("late").aliases == {"champion": "1"}
-    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert sum(task["name"].startswith("train_stage") for task in tasks) == 1
+    assert operated.aliases("late") == {"champion": "1"}
+    assert len(operated.tasks_of(run, step="train_stage")) == 1
 
 
 def test_a_published_single_adapter_waits_and_is_not_merged_again(operated):
@@ -131,15 +124,13 @@ def test_a_published_single_adapter_waits_and_is_not_merged_again(operated):
     tree = yaml.safe_load((operated.root / source).read_text()) | {"name": "waited"}
     run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
     assert suspended(operated, run)["state"]["message"].startswith("v1 waits for approval: ")
-    assert operated.client.get_registered_model("waited").aliases == {"challenger": "1"}
+    assert operated.aliases("waited") == {"challenger": "1"}
 
     resume(operated, run, decision="promote", approved_by="ann", note="")
-    assert operated.client.get_registered_model("waited").aliases == {"champion": "1"}
-    assert len(operated.client.search_model_versions("name='waited'")) == 1
-    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert sum(task["name"].startswith("merge_adapter") for task in tasks) == 1
-    parents = [each for each in operated.runs("waited") if "mlflow.parentRunId" not in each.data.tags]
-    assert len(parents) == 1, "it has continued its run in MLflow"
+    assert operated.aliases("waited") == {"champion": "1"}
+    assert operated.versions("waited") == 1
+    assert len(operated.tasks_of(run, step="merge_adapter")) == 1
+    assert len(operated.parents("waited")) == 1, "it has continued its run in MLflow"
 
 
 def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
@@ -152,7 +143,7 @@ def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
     assert f"the suspended flow run {run['id']} continues" in output
     ended = operated.wait(run["id"], "COMPLETED")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
-    assert operated.client.get_registered_model("in-terminal").aliases == {"champion": "1"}
+    assert operated.aliases("in-terminal") == {"champion": "1"}
     wanted = {"filter": {"resource": {"id": ["grpo.model.in-terminal.1"]}, "event": {"name": ["grpo.approval.decided"]}}}
     [decided] = operated.ask("/events/filter", wanted)["events"]
     assert "approved by ann" in decided["payload"]["detail"]

@@ -19,6 +19,7 @@ from prefect.states import Failed, Running
 from flows.deployments import FILE
 from grpo_tasks.operating.automations import NOTIFY, SUSPENDED, create_automations
 from tests.flows.place import ask, prefect_server
+from tests.processes.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("automations"), pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -75,12 +76,11 @@ def automation(api, name):
     return found
 
 
-def wait_until(condition, what, limit_s=120):
-    deadline = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.5)
-    return found
+def made_quick(api, name="grpo: a run has vanished"):
+    """Ten minutes of silence are too long for a test."""
+    found = automation(api, name)
+    kept = {key: found[key] for key in ("name", "description", "enabled", "trigger", "actions")}
+    ask(f"{api}/automations/{found['id']}", kept | {"trigger": found["trigger"] | {"within": 10}}, method="PUT")
 
 
 def test_creating_twice_makes_one_and_respects_what_is_off(api):
@@ -105,7 +105,7 @@ def test_a_champion_change_and_a_guard_reach_the_users_block(api, received):
     create()
     emit_event("grpo.champion.changed", {"prefect.resource.id": "grpo.model.small"}, payload={"detail": "promoted v7"})
     emit_event("grpo.kl_blow_up", {"prefect.resource.id": "grpo.stage.format"}, payload={"stage": "format", "update": 4})
-    wait_until(lambda: len(bodies) >= 2, "no notification came")
+    until(lambda: len(bodies) >= 2)
     champion, guard = sorted((json.loads(body)["text"] for body in bodies), key=lambda text: "guard" in text)
     assert champion.startswith("grpo: the champion has changed")
     assert "detail: promoted v7" in champion
@@ -128,40 +128,30 @@ def test_three_failures_pause_the_schedules_of_a_deployment(api):
         time.sleep(3)
         assert not client.read_deployment(deployment).paused
         fail()
-        wait_until(lambda: client.read_deployment(deployment).paused, "the schedules were not paused")
+        until(lambda: client.read_deployment(deployment).paused)
 
 
 def test_a_run_whose_process_has_vanished_becomes_crashed(api):
     create()
-    found = automation(api, "grpo: a run has vanished")
-    kept = ("name", "description", "enabled", "trigger", "actions")
-    # Ten minutes of silence are too long for a test.
-    quick = {key: found[key] for key in kept} | {"trigger": found["trigger"] | {"within": 10}}
-    ask(f"{api}/automations/{found['id']}", quick, method="PUT")
+    made_quick(api)
     subprocess.run([sys.executable, "-c", VANISHES], check=False, env=os.environ | {"PREFECT_API_URL": api})
 
-    def ended():
-        [run] = ask(f"{api}/flow_runs/filter", {"flow_runs": {"name": {"any_": ["vanishes"]}}})
-        return run["state"] if run["state_type"] == "CRASHED" else None
+    def state():
+        return ask(f"{api}/flow_runs/filter", {"flow_runs": {"name": {"any_": ["vanishes"]}}})[0]["state"]
 
-    assert "no sign of life" in wait_until(ended, "it is Running for ever")["message"]
-
-
-@flow(name="grpo-preset", persist_result=False)
-def suspended_or_not():
-    """No run of it is started: they only have states."""
+    until(lambda: state()["type"] == "CRASHED")
+    assert "no sign of life" in state()["message"]
 
 
 def test_a_suspended_run_stays_suspended_also_where_prefect_loses_its_own_event(api):
     create()
-    found = automation(api, "grpo: a run has vanished")
-    kept = ("name", "description", "enabled", "trigger", "actions")
-    quick = {key: found[key] for key in kept} | {"trigger": found["trigger"] | {"within": 10}}
-    ask(f"{api}/automations/{found['id']}", quick, method="PUT")
+    made_quick(api)
     time.sleep(3)  # the server reads changed automations a moment later
     # Not `ask`: the client tries again when the database is busy.
     with get_client(sync_client=True) as client:
-        rests, silent = (client.create_flow_run(suspended_or_not, name=name, state=Running()).id for name in ("rests", "silent"))
+        # They only have states: nothing runs.
+        named = flow(lambda: None, name="grpo-preset")
+        rests, silent = (client.create_flow_run(named, name=name, state=Running()).id for name in ("rests", "silent"))
         related = [{"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow"}]
         related[0]["prefect.resource.name"] = "grpo-preset"
         for run in (rests, silent):
@@ -169,7 +159,7 @@ def test_a_suspended_run_stays_suspended_also_where_prefect_loses_its_own_event(
         for _ in range(5):
             time.sleep(0.5)
             emit_event(SUSPENDED, {"prefect.resource.id": f"prefect.flow-run.{rests}"}, related=related)
-        wait_until(lambda: client.read_flow_run(silent).state_type == "CRASHED", "silence went unnoticed")
+        until(lambda: client.read_flow_run(silent).state_type == "CRASHED")
         assert client.read_flow_run(rests).state.is_running()
 
 

@@ -1,4 +1,4 @@
-"""What a person sees and clicks, in Debian's Chromium: form, refusal, run and artifacts; MLflow's comparison and model."""
+"""What a person sees and clicks, in Debian's Chromium: form, refusal, run and artifacts. The rest of a day: test_journey.py."""
 
 import re
 
@@ -56,39 +56,3 @@ def test_a_person_corrects_the_form_and_watches_the_run_complete(page, operated)
     picture(page, "artifacts")
     page.get_by_text("publication", exact=True).first.click()
     page.get_by_text("from-the-form version 1").first.wait_for()
-
-
-def test_two_runs_are_compared_and_a_merged_file_downloaded(page, operated, tmp_path):
-    for seed in (1, 2):
-        run = operated.trigger("preset", source=operated.config("compared", seed=seed))
-        operated.wait(run["id"], "COMPLETED")
-    page.goto(f"{operated.mlflow}/#/experiments")
-    page.get_by_text("Model training").first.click()
-    page.get_by_role("link", name="compared").first.click()
-    rows = page.get_by_role("checkbox", name=re.compile("toggle row selection"))
-    rows.nth(1).wait_for()
-    picture(page, "runs")
-    for row in (0, 1):
-        rows.nth(row).click()
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_text("Comparing 2 Runs from 1 Experiment").wait_for()
-    page.get_by_text("Show diff only").first.wait_for()
-    picture(page, "comparison")
-    body = page.inner_text("body")
-    for name in ("stages.0.learning_rate", "rollout.temperature", "base/accuracy", "base/format_rate"):
-        assert name in body
-
-    page.goto(f"{operated.mlflow}/#/models/compared/versions/1")
-    page.get_by_text("grpo.decision").first.wait_for()
-    picture(page, "model")
-    page.get_by_role("link", name="model", exact=True).click()
-    page.get_by_text("Artifacts", exact=True).first.click()
-    page.get_by_text("components", exact=True).wait_for()
-    # The heading, the folder, and the assistant beside the page are all called so.
-    page.get_by_text("model", exact=True).nth(-2).click()
-    page.get_by_text("config.json", exact=True).click()
-    with page.expect_download() as started:
-        page.locator("button[data-component-id*='artifactview']").first.click()
-    saved = tmp_path / "config.json"
-    started.value.save_as(saved)
-    assert '"Qwen2ForCausalLM"' in saved.read_text()

@@ -4,11 +4,12 @@ Each stop leaves a picture in the folder GRPO_SCREENSHOTS; those of docs/operate
 """
 
 import re
-import time
+from pathlib import Path
 
 from tests.flows.place import SMALL
 from tests.operating.chromium import MARKS, choose, field, picture, require_two_screens, type_into
 from tests.operating.test_approval import PROMOTED, suspended
+from tests.processes.waiting import until
 
 pytestmark = MARKS
 
@@ -61,12 +62,9 @@ def decide(page, operated, run, decision):
 
 def artifact(page, operated, run, key):
     """Open an artifact of a run, once it is there. Other runs have artifacts with the same key."""
-    deadline = time.monotonic() + 900
     wanted = {"artifacts": {"key": {"any_": [key]}}, "flow_runs": {"id": {"any_": [run]}}, "sort": "UPDATED_DESC"}
-    while not (found := operated.ask("/artifacts/filter", wanted)):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    page.goto(f"{operated.prefect}/artifacts/artifact/{found[0]['id']}")
+    until(lambda: operated.ask("/artifacts/filter", wanted))
+    page.goto(f"{operated.prefect}/artifacts/artifact/{operated.ask('/artifacts/filter', wanted)[0]['id']}")
 
 
 def followed(page, link):
@@ -108,7 +106,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     waits(page, operated, second, 2)
     decide(page, operated, second, "promote")
     compared(page, operated, second)
-    assert operated.client.get_registered_model("journey").aliases == {"champion": "2", "previous": "1"}
+    assert operated.aliases("journey") == {"champion": "2", "previous": "1"}
 
     files(page, operated)
     operated.grpo("download", "journey@champion", str(tmp_path / "model"))
@@ -117,7 +115,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     page.goto(f"{operated.mlflow}/#/models/journey")
     page.get_by_text("@ champion").first.wait_for()
     picture(page, "journey-rolled-back")
-    assert operated.client.get_registered_model("journey").aliases["champion"] == "1"
+    assert operated.aliases("journey")["champion"] == "1"
 
 
 def compared(page, operated, run):
@@ -133,6 +131,10 @@ def compared(page, operated, run):
         rows.nth(row).click()
     runs.get_by_role("button", name="Compare").click()
     runs.get_by_text("Comparing 2 Runs from 1 Experiment").wait_for()
+    runs.get_by_text("Show diff only").first.wait_for()
+    picture(runs, "comparison")
+    body = runs.inner_text("body")
+    assert all(name in body for name in ("rollout.temperature", "base/accuracy", "base/format_rate"))
     runs.get_by_text("Show diff only").first.click()
     runs.get_by_text("stages.0.learning_rate").first.wait_for()
     picture(runs, "journey-compared")
@@ -142,6 +144,7 @@ def files(page, operated):
     """What a download fetches: the files of the version, which its page in MLflow leads to."""
     page.goto(f"{operated.mlflow}/#/models/journey/versions/2")
     page.get_by_text("grpo.decision").first.wait_for()
+    picture(page, "model")
     page.get_by_role("link", name="model", exact=True).click()
     page.get_by_text("Artifacts", exact=True).first.click()
     page.get_by_text("components", exact=True).wait_for()
@@ -149,3 +152,7 @@ def files(page, operated):
     page.locator("div:text-is('model')").click()
     page.get_by_text("model.safetensors", exact=True).first.wait_for()
     picture(page, "journey-files")
+    page.get_by_text("config.json", exact=True).click()
+    with page.expect_download() as started:
+        page.locator("button[data-component-id*='artifactview']").first.click()
+    assert '"Qwen2ForCausalLM"' in Path(started.value.path()).read_text()

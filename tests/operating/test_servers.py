@@ -11,10 +11,13 @@ import psutil
 import pytest
 import yaml
 
+from grpo_tasks.operating.commands import database_url
 from schemas.config.run import RunConfig
 from schemas.config.section import form_values
 from schemas.results.model import StageResult
 from tests.flows.place import SMALL, _answers
+from tests.operating.conftest import FINAL
+from tests.processes.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -31,25 +34,13 @@ def own_data(name):
 
 def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_description(operated):
     found = {entry["name"]: entry for entry in operated.ask("/deployments/filter", {})}
-    assert found.keys() >= {
-        "demo",
-        "preset",
-        "validate",
-        "rewards",
-        "train",
-        "merge",
-        "evaluate",
-        "publish",
-        "retrain",
-        "sweep",
-        "watch-data",
-    }
+    single = {"validate", "rewards", "train", "merge", "evaluate", "publish"}
+    assert found.keys() >= {"demo", "preset", "retrain", "sweep", "watch-data"} | single
     for entry in found.values():
         assert entry["description"]
-        assert "grpo" in entry["tags"]
         assert entry["version"]
         assert entry["work_queue_name"] in ("cpu", "gpu")
-        assert entry["work_queue_name"] in entry["tags"]
+        assert {"grpo", entry["work_queue_name"]} <= {*entry["tags"]}
     assert found["gsm8k-qwen2.5-0.5b"]["work_queue_name"] == "gpu"
 
 
@@ -64,22 +55,14 @@ def test_doctor_asks_each_part_of_the_stack(operated):
     assert not list(operated.root.rglob("grpo-doctor-*")), "it leaves nothing behind"
 
 
-def test_a_second_stack_in_the_same_folder_is_refused(operated):
-    assert "a stack runs here already" in operated.grpo("up", expect=1)
-
-
 def test_both_servers_keep_their_tables_in_postgresql(operated):
     if operated.postgres is None:
         pytest.skip("PostgreSQL is not installed on this machine")
     import psycopg2
 
-    from grpo_tasks.operating.commands import database_url
-
     for database, table in (("prefect", "deployment"), ("mlflow", "experiments")):
-        with (
-            psycopg2.connect(database_url(operated.postgres, "postgresql", database)) as connection,
-            connection.cursor() as cursor,
-        ):
+        address = database_url(operated.postgres, "postgresql", database)
+        with psycopg2.connect(address) as connection, connection.cursor() as cursor:
             cursor.execute(f"SELECT count(*) FROM {table}")
             assert cursor.fetchone()[0] > 0
 
@@ -88,14 +71,13 @@ def test_two_runs_that_need_one_gpu_slot_take_turns_and_both_complete(operated):
     first, second = operated.config("card-a", seed=1), operated.config("card-b", seed=2)
     slot = ["resources.gpu_slot=test-card"]
     runs = [operated.trigger("preset", source=source, overrides=slot) for source in (first, second)]
-    holders, most = set(), 0
-    while any(operated.ask(f"/flow_runs/{run['id']}")["state_type"] not in ("COMPLETED", "FAILED", "CRASHED") for run in runs):
+    most = 0
+    while any(operated.ask(f"/flow_runs/{run['id']}")["state_type"] not in FINAL for run in runs):
         limits = operated.ask("/v2/concurrency_limits/filter", {})
         most = max([most, *(limit["active_slots"] for limit in limits if limit["name"] == "test-card")])
         time.sleep(0.2)
     for run in runs:
         operated.wait(run["id"], "COMPLETED")
-        holders.add(run["id"])
     assert most == 1
     spans = [span for run in runs for span in held(operated, run["id"])]
     for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
@@ -106,11 +88,8 @@ def test_two_runs_that_need_one_gpu_slot_take_turns_and_both_complete(operated):
 
 def held(place, run_id):
     """When a run's steps held the card, from its log."""
-    lines = place.ask(
-        "/logs/filter", {"sort": "TIMESTAMP_ASC", "limit": 200, "logs": {"flow_run_id": {"any_": place._family(run_id)}}}
-    )
     spans, since = [], None
-    for line in lines:
+    for line in place.lines_of(run_id):
         at = datetime.fromisoformat(line["timestamp"])
         if line["message"].startswith("slot test-card acquired"):
             since = at
@@ -125,10 +104,8 @@ def test_a_killed_run_loses_its_slot_to_the_run_that_waits(operated):
     config = operated.config("killed-holder", stages=[SMALL["stages"][0] | {"max_steps": 4000, "save_steps": 1000}])
     slot = ["resources.gpu_slot=lost-card"]
     first = operated.trigger("preset", source=config, overrides=slot)
-    deadline = time.monotonic() + 120
-    while not (trainers := processes_of("grpo_tasks.grpo", "killed-holder")):
-        assert time.monotonic() < deadline, operated.log_of(first["id"])
-        time.sleep(0.3)
+    until(lambda: processes_of("grpo_tasks.grpo", "killed-holder"))
+    trainers = processes_of("grpo_tasks.grpo", "killed-holder")
     second = operated.trigger("preset", source=operated.config("waits"), overrides=slot)
     operated.says(second["id"], "waiting for the slot lost-card", limit_s=120)
     # The flow's process, not only its trainer: nobody is left to give the slot back. Between the two is the fork server.
@@ -145,13 +122,6 @@ def recorded(place, name):
     return psutil.Process(found["pid"])
 
 
-def wait_until(condition, what, limit_s=180):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.3)
-
-
 def running(place, name):
     try:
         return recorded(place, name).status() != psutil.STATUS_ZOMBIE
@@ -164,9 +134,9 @@ def running(place, name):
 def test_a_killed_server_is_started_again_on_the_same_port_by_itself(operated, name, address):
     before = recorded(operated, name)
     before.kill()
-    wait_until(lambda: running(operated, name) and recorded(operated, name) != before, f"the {name} was not started again")
+    until(lambda: running(operated, name) and recorded(operated, name) != before)
     base = operated.prefect if name == "Prefect server" else operated.mlflow
-    wait_until(lambda: _answers(f"{base}{address}"), f"the {name} does not answer on its port")
+    until(lambda: _answers(f"{base}{address}"))
     assert f"the {name} had ended; starting it again" in (operated.root / ".grpo" / "supervisor.log").read_text()
 
 
@@ -176,13 +146,11 @@ def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
     untouched = operated.trigger("preset", source=operated.config("untouched", stages=[stage]))
     operated.wait(untouched["id"], "COMPLETED")
     run = operated.trigger("preset", source=operated.config("lost-worker", stages=[stage]))
-    deadline = time.monotonic() + 120
-    while not (trainers := processes_of("grpo_tasks.grpo", "lost-worker")):
-        assert time.monotonic() < deadline, operated.log_of(run["id"])
-        time.sleep(0.1)
+    until(lambda: processes_of("grpo_tasks.grpo", "lost-worker"))
+    trainers = processes_of("grpo_tasks.grpo", "lost-worker")
     [worker] = [process for process in trainers[0].parents() if "worker start" in " ".join(process.cmdline())]
     worker.kill()
-    wait_until(lambda: all(running(operated, f"worker {number}") for number in (1, 2)), "the worker was not started again")
+    until(lambda: all(running(operated, f"worker {number}") for number in (1, 2)))
     # Nobody watches the supervisor: without it, a worker stays away until somebody calls `grpo up`.
     recorded(operated, "supervisor").kill()
     recorded(operated, "worker 1").kill()
@@ -217,6 +185,16 @@ def processes_of(module, name):
     return found
 
 
+def new_run(operated, before):
+    """The run of retrain that begins next, after those before."""
+
+    def begun():
+        return [run for run in operated.runs_of("retrain") if run["id"] not in before and run["state_type"] != "SCHEDULED"]
+
+    until(begun)
+    return begun()[0]
+
+
 def test_a_scheduled_retraining_does_nothing_trains_or_refuses_depending_on_its_data(operated):
     write_rows(operated, "daily", ROWS)
     source = operated.config("daily", data=own_data("daily"))
@@ -230,40 +208,30 @@ def test_a_scheduled_retraining_does_nothing_trains_or_refuses_depending_on_its_
         every_day = {"interval": 24 * 3600, "anchor_date": due_at.isoformat()}
         schedule = {"schedule": every_day, "active": True, "slug": "test", "parameters": {"source": source}}
         [made] = operated.ask(f"/deployments/{deployment['id']}/schedules", [schedule])
-        deadline = time.monotonic() + 150
-        while True:
-            due = [run for run in operated.runs_of("retrain") if run["id"] not in before and run["state_type"] != "SCHEDULED"]
-            if due:
-                break
-            assert time.monotonic() < deadline, "the schedule did not fire"
-            time.sleep(0.5)
+        due = new_run(operated, before)
         operated.ask(f"/deployments/{deployment['id']}/schedules/{made['id']}", method="DELETE")
-        assert due[0]["auto_scheduled"]
-        return operated.wait(due[0]["id"])
+        assert due["auto_scheduled"]
+        return operated.wait(due["id"])
 
     first = fire()
     assert first["state_type"] == "COMPLETED", operated.log_of(first["id"])
-    assert versions(operated, "daily") == 1
+    assert operated.versions("daily") == 1
 
     unchanged = fire()
     assert unchanged["state_type"] == "COMPLETED"
     assert operated.says(unchanged["id"], "nothing to do: version 1 of daily was made of the same data, code and config")
-    assert versions(operated, "daily") == 1
+    assert operated.versions("daily") == 1
 
     write_rows(operated, "daily", [*ROWS, {"question": "What is 50 + 50?", "answer": "100"}])
     changed = fire()
     assert changed["state_type"] == "COMPLETED", operated.log_of(changed["id"])
-    assert versions(operated, "daily") == 2
+    assert operated.versions("daily") == 2
 
     write_rows(operated, "daily", [{"question": "", "answer": "3"}] * 30 + ROWS)
     bad = fire()
     assert bad["state_type"] == "FAILED"
     assert operated.says(bad["id"], "max_invalid_fraction")
-    assert versions(operated, "daily") == 2
-
-
-def versions(place, name):
-    return len(place.client.search_model_versions(f"name='{name}'"))
+    assert operated.versions("daily") == 2
 
 
 def test_retraining_from_the_champion_starts_from_its_weights_and_compares_with_it(operated):
@@ -292,27 +260,22 @@ def test_of_three_simultaneous_triggers_one_trains_and_two_explain(operated):
     said = [operated.wait(run["id"], "COMPLETED")["state"]["message"] for run in runs]
     nothing = "nothing to do: version 1 of thrice was made of the same data, code and config"
     assert said.count(nothing) == 2, said
-    assert versions(operated, "thrice") == 1
-    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}})
-    assert [task["state_name"] for task in tasks if task["name"].startswith("train_stage")] == ["Completed"]
+    assert operated.versions("thrice") == 1
+    assert operated.tasks_of(*runs, step="train_stage") == ["Completed"]
 
 
 def test_new_data_sends_the_event_that_retrains(operated):
     write_rows(operated, "watched", ROWS)
     source = operated.config("watched", data=own_data("watched"))
     operated.wait(operated.trigger("watch-data", source=source)["id"], "COMPLETED")
-    assert versions(operated, "watched") == 0
+    assert operated.versions("watched") == 0
     before = {run["id"] for run in operated.runs_of("retrain")}
 
     write_rows(operated, "watched", ROWS[:-2])
     operated.wait(operated.trigger("watch-data", source=source)["id"], "COMPLETED")
-    deadline = time.monotonic() + 90
-    while not (made := [run for run in operated.runs_of("retrain") if run["id"] not in before]):
-        assert time.monotonic() < deadline, "the event started nothing"
-        time.sleep(0.5)
-    run = operated.wait(made[0]["id"], "COMPLETED")
+    run = operated.wait(new_run(operated, before)["id"], "COMPLETED")
     assert run["parameters"]["source"] == source
-    assert versions(operated, "watched") == 1
+    assert operated.versions("watched") == 1
 
 
 def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(operated):
@@ -324,12 +287,10 @@ def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(
     operated.ask(f"/automations/{trigger['id']}", {"enabled": True}, method="PATCH")
     try:
         operated.wait(operated.trigger("validate")["id"], "COMPLETED")
-        deadline = time.monotonic() + 60
-        while not (made := [run for run in operated.runs_of("retrain") if run["id"] not in before]):
-            assert time.monotonic() < deadline, "the end of the validation started nothing"
-            time.sleep(0.2)
+        until(lambda: {run["id"] for run in operated.runs_of("retrain")} > before)
     finally:
         operated.ask(f"/automations/{trigger['id']}", {"enabled": False}, method="PATCH")
+    made = [run for run in operated.runs_of("retrain") if run["id"] not in before]
     for run in made:
         running = operated.ask(f"/flow_runs/{run['id']}")["state_type"] == "RUNNING"
         state = {"type": "CANCELLING" if running else "CANCELLED", "name": "Cancelling" if running else "Cancelled"}
@@ -338,37 +299,19 @@ def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(
     assert len(made) == 1
 
 
-def test_a_bad_value_names_its_field_before_any_run_exists(operated):
-    from urllib.error import HTTPError
-
-    config = dict(operated.deployment("demo")["parameters"]["config"])
-    with pytest.raises(HTTPError) as caught:
-        operated.trigger("demo", config=config | {"seed": -1})
-    assert caught.value.code == 409
-    assert "config.seed" in caught.value.read().decode()
-    with pytest.raises(HTTPError) as caught:
-        operated.trigger("demo", config=config | {"sead": 1})
-    assert "sead" in caught.value.read().decode()
-
-
-def test_any_registered_model_can_be_evaluated(operated):
-    source = operated.config("judged")
-    operated.wait(operated.trigger("preset", source=source)["id"], "COMPLETED")
-    tree = dict(operated.deployment("demo")["parameters"]["config"]) | {"name": "judged", "evaluation": {"max_prompts": 16}}
-    run = operated.trigger("evaluate", model="models:/judged/1", config=tree)
+def test_a_registered_model_is_evaluated_and_a_single_adapter_published(operated):
+    operated.wait(operated.trigger("preset", source=operated.config("by-hand"))["id"], "COMPLETED")
+    tree = dict(operated.deployment("demo")["parameters"]["config"]) | {"name": "by-hand", "evaluation": {"max_prompts": 16}}
+    run = operated.trigger("evaluate", model="models:/by-hand/1", config=tree)
     operated.wait(run["id"], "COMPLETED")
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
-
-
-def test_a_single_adapter_can_be_published(operated):
-    operated.wait(operated.trigger("preset", source=operated.config("by-hand"))["id"], "COMPLETED")
     [adapter] = operated.root.glob("runs/by-hand/train_stage/format-*/final")
     tree = yaml.safe_load((operated.root / "by-hand.yaml").read_text())
     run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
     operated.wait(run["id"], "COMPLETED")
     assert operated.says(run["id"], "merge_adapter: unchanged, skipped")
-    assert versions(operated, "by-hand") == 2
+    assert operated.versions("by-hand") == 2
     # The terminal names no server, and mlflow.db is empty when the servers keep their tables in PostgreSQL.
     assert "by-hand" in operated.grpo("lineage", "by-hand/2")
 
@@ -377,11 +320,8 @@ def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
     served = {"PREFECT_API_URL": f"{operated.prefect}/api", "MLFLOW_TRACKING_URI": operated.mlflow}
     process = operated.start("serve", **served)
     wanted = {f"{entry['name']}-served" for entry in operated.ask("/deployments/filter", {}) if "served" not in entry["name"]}
-    deadline = time.monotonic() + 90
-    while not wanted <= {entry["name"] for entry in operated.ask("/deployments/filter", {})}:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    until(lambda: process.poll() is not None or wanted <= {entry["name"] for entry in operated.ask("/deployments/filter", {})})
+    assert process.poll() is None, process.communicate()[0]
     run = operated.trigger("validate-served")
     operated.wait(run["id"], "COMPLETED")
     process.send_signal(signal.SIGINT)

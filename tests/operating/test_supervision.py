@@ -28,6 +28,7 @@ from grpo_tasks.operating.servers import (
 )
 from grpo_tasks.processes.lifetime import ProcessIdentity
 from schemas.errors import UserError
+from tests.processes.waiting import has_ended, until
 
 
 @pytest.fixture
@@ -54,25 +55,18 @@ def recorded_pid(folder, name="worker 1"):
     return found["pid"]
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_killed_background_process_restarts_until_the_stack_stops(stack, tmp_path):
     supervisor = subprocess.Popen([sys.executable, "-m", "grpo_tasks.operating.servers", str(tmp_path)])
     try:
-        wait_until(stack.running)
+        until(stack.running)
         first = recorded_pid(tmp_path)
         assert "worker start" in " ".join(psutil.Process(first).cmdline())
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: recorded_pid(tmp_path) != first and stack.running())
+        until(lambda: recorded_pid(tmp_path) != first and stack.running())
         second = psutil.Process(recorded_pid(tmp_path))
         assert stack.stop() == ["worker 1"]
         assert supervisor.wait(60) == 0
-        assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+        assert has_ended(second.pid)
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -93,16 +87,13 @@ def test_in_the_foreground_too_and_grpo_down_of_another_terminal_ends_it(stack, 
     assert stack.ended() is None
 
 
-def test_a_stopped_stack_gets_nothing_started_again(stack):
-    stack.stop()
-    assert stack.restart("worker 1", None) is False
-
-
-def test_a_process_that_runs_is_not_started_a_second_time(stack, tmp_path):
+def test_nothing_is_started_that_runs_or_whose_stack_was_stopped(stack, tmp_path):
     record(tmp_path, worker_1=ProcessIdentity.of())
     assert stack.ended() == []
     assert stack.restart("worker 1", None) is False
     record(tmp_path)
+    stack.stop()
+    assert stack.restart("worker 1", None) is False
 
 
 def test_another_folders_server_on_the_port_is_not_ours(tmp_path, monkeypatch):
@@ -157,7 +148,16 @@ def test_a_killed_servers_remains_end_and_a_workers_continue(tmp_path):
             assert child.is_running()
             child.kill()
         else:
-            wait_until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+            until(lambda child=child: has_ended(child.pid))
+
+
+@pytest.fixture
+def sleeping(monkeypatch):
+    """Servers and workers only sleep, and answer at once: what is asked is who starts them, and what is recorded."""
+    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
+    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
+    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
+    return monkeypatch
 
 
 def test_the_supervisor_reads_postgresqls_address_from_its_environment(tmp_path):
@@ -176,9 +176,9 @@ def test_a_log_that_grows_is_rotated_while_its_process_writes_to_it(tmp_path):
         process = subprocess.Popen([sys.executable, "-c", writer], stdout=output)
     try:
         for _ in range(2):
-            wait_until(lambda: log.stat().st_size > 20_000)
+            until(lambda: log.stat().st_size > 20_000)
             assert rotate_logs(tmp_path, most_bytes=20_000) == [log]
-        wait_until(lambda: log.stat().st_size > 0)
+        until(lambda: log.stat().st_size > 0)
         assert log.read_bytes().startswith(b"x"), "no hole where the rotated lines were"
         assert (tmp_path / "worker-1.log.1").stat().st_size > 20_000
     finally:
@@ -198,21 +198,17 @@ def test_a_port_that_another_program_uses_is_said(tmp_path):
     assert said == [f"port {taken} is in use by another program; the MLflow server uses {port}"]
 
 
-def test_of_two_simultaneous_stack_starts_one_starts_it(tmp_path, monkeypatch):
-    """Servers that only sleep: what is asked is who starts them, and whether both are recorded."""
-    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
-    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
+def test_of_two_simultaneous_stack_starts_one_starts_it(tmp_path, sleeping):
     # Between the question whether something runs and the record of what was started, whoever is not excluded is let in.
-    monkeypatch.setattr(Stack, "_port_for", lambda _, __, wanted: time.sleep(0.5) or wanted)
-    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
-    monkeypatch.setattr(Stack, "_deploy", lambda *_: time.sleep(1))
-    stacks, told = [Stack(tmp_path), Stack(tmp_path)], []
+    sleeping.setattr(Stack, "_port_for", lambda _, __, wanted: time.sleep(0.5) or wanted)
+    sleeping.setattr(Stack, "_deploy", lambda *_: time.sleep(1))
+    stacks, refusals = [Stack(tmp_path), Stack(tmp_path)], []
 
     def start(stack):
         try:
             stack.start(1, 2, postgres=None, deploy_file=tmp_path)
         except UserError as refused:
-            told.append(refused.message)
+            refusals.append(refused.message)
 
     threads = [threading.Thread(target=start, args=(stack,)) for stack in stacks]
     for thread in threads:
@@ -221,8 +217,8 @@ def test_of_two_simultaneous_stack_starts_one_starts_it(tmp_path, monkeypatch):
         thread.join(60)
     spawned = {process.pid for stack in stacks for process in stack._spawned}
     try:
-        assert len(told) == 1
-        assert told[0].startswith("a stack runs here already")
+        assert len(refusals) == 1
+        assert refusals[0].startswith("a stack runs here already")
         entries = json.loads((tmp_path / ".grpo" / "stack.json").read_text())
         assert [each["name"] for each in entries] == [PREFECT, MLFLOW, "worker 1", "supervisor"]
         assert {each["pid"] for each in entries} == spawned, "grpo down stops what is recorded"
@@ -233,11 +229,8 @@ def test_of_two_simultaneous_stack_starts_one_starts_it(tmp_path, monkeypatch):
                 process.wait()
 
 
-def test_a_stack_that_is_stopped_while_it_starts_gets_no_worker(tmp_path, monkeypatch):
-    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
-    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
-    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
-    monkeypatch.setattr(Stack, "_deploy", lambda *_: Stack(tmp_path).stop())
+def test_a_stack_that_is_stopped_while_it_starts_gets_no_worker(tmp_path, sleeping):
+    sleeping.setattr(Stack, "_deploy", lambda *_: Stack(tmp_path).stop())
     stack = Stack(tmp_path)
     with pytest.raises(UserError, match="grpo down has stopped the servers"):
         stack.start(40_001, 40_101, postgres=None, deploy_file=tmp_path)
@@ -245,12 +238,9 @@ def test_a_stack_that_is_stopped_while_it_starts_gets_no_worker(tmp_path, monkey
     assert stack.running() == []
 
 
-def test_a_start_that_was_killed_is_completed_by_the_next_one(tmp_path, monkeypatch):
-    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
-    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
-    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
+def test_a_start_that_was_killed_is_completed_by_the_next_one(tmp_path, sleeping):
     said, deployed = [], []
-    monkeypatch.setattr(Stack, "_deploy", lambda *_: deployed.append("deployments"))
+    sleeping.setattr(Stack, "_deploy", lambda *_: deployed.append("deployments"))
     prefect = subprocess.Popen(["sleep", "60"])
     (tmp_path / ".grpo").mkdir()
     record(tmp_path, Prefect_server=ProcessIdentity.of(prefect.pid))

@@ -11,14 +11,7 @@ from grpo_tasks.operating.trace import trace_row
 from schemas.errors import DamagedError, UserError
 
 PROMPT_ID = "0123456789abcdef"
-FAULT = {
-    "split": "train",
-    "source": "mine.jsonl",
-    "line": 2,
-    "rule": "content_empty",
-    "value": "",
-    "meaning": "a message is empty",
-}
+FAULT = {"split": "train", "source": "mine.jsonl", "line": 2, "rule": "content_empty", "value": "", "meaning": "it is empty"}
 
 
 @pytest.fixture
@@ -41,18 +34,17 @@ def run(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [PROMPT_ID, "mine.jsonl:1"])
-def test_an_accepted_row_is_found_by_its_id_and_by_its_line(run, name):
-    found = trace_row(run, name)
-    assert (found.split, found.source, found.line) == ("train", "mine.jsonl", 1)
-    assert found.samples["base"].height == 1
-    assert found.completions["format"].is_empty()
-
-
-def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
-    found = trace_row(run, "mine.jsonl:2")
-    assert found.prompt is None
-    assert found.faults["rule"].to_list() == ["content_empty"]
+def test_a_row_is_found_by_its_id_and_by_its_line(run):
+    for name in (PROMPT_ID, "mine.jsonl:1"):
+        found = trace_row(run, name)
+        assert (found.split, found.source, found.line) == ("train", "mine.jsonl", 1)
+        assert found.samples["base"].height == 1
+        assert found.completions["format"].is_empty()
+    refused = trace_row(run, "mine.jsonl:2")
+    assert refused.prompt is None
+    assert refused.faults["rule"].to_list() == ["content_empty"]
+    with pytest.raises(UserError, match="no row is called"):
+        trace_row(run, "mine.jsonl:3")
 
 
 def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, capsys, monkeypatch):
@@ -89,11 +81,6 @@ def test_a_row_of_a_json_array_has_both_names(run, name, monkeypatch, capsys):
     pl.DataFrame([row]).write_parquet(run / "validate_data" / "all-key" / "train.parquet")
     show_trace(trace_row(run, name))
     assert capsys.readouterr().out.startswith("rows.json, record 4, train\n")
-
-
-def test_a_row_that_is_not_there_is_refused(run):
-    with pytest.raises(UserError, match="no row is called"):
-        trace_row(run, "mine.jsonl:3")
 
 
 @pytest.mark.parametrize(
