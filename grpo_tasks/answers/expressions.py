@@ -189,30 +189,30 @@ def _compare(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
     """Whether as many expressions on each side are equal in some order."""
     library = _math_verify()
+
+    def same(ours: tuple[str, list[Any]], wanted: tuple[str, list[Any]]) -> bool:
+        """Of two parsed expressions, each with its text."""
+        if not (ours[1] and wanted[1]):
+            return False
+        allowed = rounding(_result(ours[0]), _result(wanted[0]))
+        one, other = (_value(ours[1][0]), _value(wanted[1][0])) if allowed else (None, None)
+        if one is not None and other is not None:
+            return abs(one - other) <= allowed
+        # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
+        return bool(library.verify(wanted[1], ours[1], timeout_seconds=None))
+
     try:
         with _deadline(TIME_LIMIT_S):
             left = [(prediction, _parse(library, prediction)) for prediction in predictions]
             for truth in truths:
                 wanted = truth, _parse(library, truth)
-                found = next((ours for ours in left if _is_same(library, ours, wanted)), None)
+                found = next((ours for ours in left if same(ours, wanted)), None)
                 if found is None:
                     return False
                 left = [ours for ours in left if ours is not found]
             return True
     except (_OutOfTime, RecursionError):
         return False
-
-
-def _is_same(library: Any, ours: tuple[str, list[Any]], wanted: tuple[str, list[Any]]) -> bool:
-    if not (ours[1] and wanted[1]):
-        return False
-    allowed = rounding(_result(ours[0]), _result(wanted[0]))
-    if allowed:
-        one, other = _value(ours[1][0]), _value(wanted[1][0])
-        if one is not None and other is not None:
-            return abs(one - other) <= allowed
-    # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
-    return bool(library.verify(wanted[1], ours[1], timeout_seconds=None))
 
 
 def _parse(library: Any, expression: str) -> list[Any]:

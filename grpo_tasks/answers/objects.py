@@ -39,8 +39,11 @@ _FILLED_DEPTH = 8
 
 def read_object(text: str, completion: CompletionConfig) -> Extraction:
     """Read one completion by the rules of this module, in time linear in its length."""
-    before, strict_text = _strict_text(text)
-    found = _parse(strict_text) if strict_text is not None else None
+    before, strict = "", text.strip()
+    if not strict.startswith("{"):
+        before, _, block = strict.removesuffix(FENCE).partition(FENCE)
+        strict = block.removeprefix("json") if strict.count(FENCE) == 2 and strict.endswith(FENCE) else ""
+    found = _parse(strict)
     answer = _answer(found, completion.answer_key)
     lenient = answer if found is not None else _answer(_lenient_object(text), completion.answer_key)
     empty = is_blank(text) or found == {} or (found is not None and completion.answer_key is not None and answer is None)
@@ -56,17 +59,6 @@ def read_object(text: str, completion: CompletionConfig) -> Extraction:
         empty_answer=empty,
         reasoning=before if found is not None and before.strip() else None,
     )
-
-
-def _strict_text(text: str) -> tuple[str, str | None]:
-    """The text before the object, and the text that has to be the object; None where the completion has no such text."""
-    trimmed = text.strip()
-    if trimmed.startswith("{"):
-        return "", trimmed
-    if trimmed.count(FENCE) != 2 or not trimmed.endswith(FENCE):
-        return "", None
-    before, _, block = trimmed.removesuffix(FENCE).partition(FENCE)
-    return before, block.removeprefix("json")
 
 
 def _lenient_object(text: str) -> JsonObject | None:
@@ -128,40 +120,30 @@ def _fits(found: JsonObject, schema: JsonObject) -> bool:
 
 @lru_cache(maxsize=16)
 def _validator(schema: str) -> Any:
-    from jsonschema import Draft202012Validator
+    from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.validators import extend
     from referencing import Registry
 
-    checks = {"pattern": _pattern, "patternProperties": _pattern_properties, "uniqueItems": _unique_items}
+    def pattern(validator: Any, wanted: str, value: Any, _: Any) -> Iterator[Exception]:
+        if validator.is_type(value, "string") and not _matches(wanted, value):
+            yield ValidationError(f"{wanted} does not match")
+
+    def pattern_properties(validator: Any, patterns: Mapping[str, Any], value: Any, _: Any) -> Iterator[Exception]:
+        for wanted, inner in patterns.items() if validator.is_type(value, "object") else ():
+            for key in value:
+                if _matches(wanted, key):
+                    yield from validator.descend(value[key], inner, path=key, schema_path=wanted)
+
+    def unique_items(validator: Any, wanted: Any, value: Any, _: Any) -> Iterator[Exception]:
+        if wanted and validator.is_type(value, "array"):
+            # 1 and 1.0 are equal numbers in JSON Schema.
+            whole = [int(item) if isinstance(item, float) and item.is_integer() else item for item in value]
+            if len({json.dumps(item, sort_keys=True) for item in whole}) < len(whole):
+                yield ValidationError("items are repeated")
+
+    checks = {"pattern": pattern, "patternProperties": pattern_properties, "uniqueItems": unique_items}
     # An empty registry fetches nothing.
     return extend(Draft202012Validator, checks)(json.loads(schema), registry=Registry())
-
-
-def _pattern(validator: Any, pattern: str, value: Any, _: Any) -> Iterator[Exception]:
-    if validator.is_type(value, "string") and not _matches(pattern, value):
-        yield _failure(f"{pattern} does not match")
-
-
-def _pattern_properties(validator: Any, patterns: Mapping[str, Any], value: Any, _: Any) -> Iterator[Exception]:
-    if validator.is_type(value, "object"):
-        for pattern, schema in patterns.items():
-            for key in value:
-                if _matches(pattern, key):
-                    yield from validator.descend(value[key], schema, path=key, schema_path=pattern)
-
-
-def _unique_items(validator: Any, wanted: bool, value: Any, _: Any) -> Iterator[Exception]:
-    if wanted and validator.is_type(value, "array"):
-        # 1 and 1.0 are equal numbers in JSON Schema.
-        whole = [int(item) if isinstance(item, float) and item.is_integer() else item for item in value]
-        if len({json.dumps(item, sort_keys=True) for item in whole}) < len(whole):
-            yield _failure("items are repeated")
-
-
-def _failure(message: str) -> Exception:
-    from jsonschema import ValidationError
-
-    return ValidationError(message)
 
 
 def _matches(pattern: str, text: str) -> bool:
