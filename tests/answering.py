@@ -8,6 +8,7 @@ ANSWERS = {
     "login refused": (401, "text/plain", b"You are not authenticated"),
     "login page": (200, "text/html", b"<html><body>Please sign in</body></html>"),
     "another server": (404, "application/json", b'{"detail": "Not Found"}'),
+    "error": (500, "application/json", b'{"error_code": "INTERNAL_ERROR", "message": "it cannot"}'),
     "another page": (404, "text/html", b"<html>nothing here</html>"),
 }
 

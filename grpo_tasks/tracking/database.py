@@ -4,8 +4,7 @@
     an older schema        ->  a copy is migrated, then renamed; the old file is kept under another name
     a partial migration    ->  the same. If the copy cannot be migrated: a file without runs is replaced, one with runs is refused
 
-MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start. Only this module uses
-mlflow's private migration functions.
+MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start.
 """
 
 import logging

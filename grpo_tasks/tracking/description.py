@@ -22,14 +22,12 @@ from pydantic import BaseModel
 from schemas.config.run import RunConfig
 
 ENVIRONMENT = "environment.json"
-"""Artifact of a run with its `Environment`."""
 MAX_VALUE = 6_000
 MAX_KEY = 250
 STAGE_SECTIONS = ("model", "data", "validation", "completion", "rollout", "interaction", "difficulty")
 """Sections of the config that shape every stage. `rewards` is not one of them: a stage has only those that it uses."""
 _CODE = ("flows", "grpo_tasks", "schemas", "deploy")
 MAIN_PACKAGES = ("torch", "transformers", "peft", "accelerate", "mlflow", "prefect", "polars", "grpo-pipeline")
-"""The packages that a result depends on most."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 

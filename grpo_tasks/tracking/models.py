@@ -2,8 +2,7 @@
 
     version -> manifest (file -> SHA-256, size) -> DIR.part, file by file -> all verified -> DIR
 
-An interrupted download leaves DIR.part. The next download keeps the files in it that are complete. What this module does not do:
-upload (log_model.py) and register (publishing.py).
+An interrupted download leaves DIR.part. The next download keeps the files in it that are complete.
 """
 
 import json

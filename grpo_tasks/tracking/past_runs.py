@@ -25,9 +25,7 @@ from schemas.metrics import CURVES, HEADLINES, NUM_TOKENS
 DATA_DIGEST = "grpo.data_digest"
 _SHOWN_RUNS = 8
 _RUNS_PER_PAGE = 100
-"""A run comes with all its parameters, metrics and tags."""
 _MERGED = "merged/"
-"""Beginning of the names of the merged model's figures in its run."""
 
 Curve = list[tuple[int, float]]
 """(update, value), in order of updates."""

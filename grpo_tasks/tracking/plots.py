@@ -22,7 +22,6 @@ from schemas.metrics import PLOTS, REWARD, TOKEN_ACCURACY, describe
 
 FloatArray = NDArray[np.float64]
 Steps = Mapping[int, Mapping[str, float | None]]
-"""Metrics by update, as the journal has them."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The set of Okabe and Ito, which colour-blind readers can tell apart."""

@@ -39,7 +39,6 @@ from schemas.results.publication import WAITS, Approval
 UPLOADS = 3
 """Attempts at the upload of a model before publishing fails; more while the store is away."""
 PROVED_TAG = "grpo.served_proof"
-"""Tag of a logged model that was asked and gave the answers of the merged model."""
 LIBRARIES = (
     # First, because it sets environment variables that mlflow reads while it is imported.
     "grpo_tasks.tracking.store",

@@ -1,8 +1,6 @@
 """What of a result MLflow gets, from the folder of its step alone. Each function can be repeated (see handle.py).
 
     result  -> FOLDERS -> artifacts      -> figures_of -> metrics      then the tables, texts and tags that its kind has
-
-What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
@@ -54,7 +52,6 @@ FOLDERS: dict[type[StepResult], tuple[str, tuple[str, ...]]] = {
 _LOG_BYTES = 4 * 2**20
 _TABLE_ROWS = 500
 MAX_TRACES = 12
-"""Traces of one evaluation."""
 LABELS = ("base", "merged")
 """Evaluations that become traces."""
 _SOURCE = AssessmentSource(source_type="CODE", source_id="grpo-pipeline")

@@ -4,7 +4,7 @@
     previous      the champion before it
     challenger    the most recent candidate that was not promoted
 
-What this module does not do: register or promote versions (publishing.py), download their files (models.py).
+publishing.py registers and promotes versions, models.py downloads their files.
 """
 
 import json

@@ -67,13 +67,11 @@ _CONFLICT = re.compile(
     "UNIQUE constraint failed|duplicate key value|Duplicate entry|UniqueViolation|RESOURCE_ALREADY_EXISTS|already exists", re.I
 )
 _MAX_CONFLICTS = 8
-"""Attempts at a call that conflicts with another process before its error is raised."""
 _DELETED_RUN = re.compile("The run ([0-9a-f]{32}) must be in the 'active'")
 _NOT_MLFLOW = re.compile("not in a valid JSON format|failed with error code (?:30.|404|405|501) ")
 _SELECTS = "tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server: http://HOST:PORT"
 _TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _answered: set[str] = set()
-"""Addresses of the stores that have answered this process."""
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)

@@ -4,8 +4,7 @@
       learning_rate 1e-5, seed 42    (a run of the pipeline, with its stages as children)
       learning_rate 5e-6, seed 42
 
-MLflow's page that compares runs draws parallel coordinates; the description links to it. The table is there
-for people (Markdown) and for spreadsheets (CSV).
+The table is there for people (Markdown) and for spreadsheets (CSV).
 """
 
 import json

@@ -36,7 +36,6 @@ NOTE = "mlflow.note.content"
 VERSION = "grpo.model_version"
 """Tag of a run: NAME/VERSION of the model that it registered."""
 FLOW_RUN_URL = "prefect.flow_run_url"
-"""Tag of a run: the address of its page in Prefect."""
 EXPERIMENT_TAGS = {
     # Decides which tabs MLflow shows: runs, models and traces of a training.
     "mlflow.experimentKind": "custom_model_development",
@@ -45,15 +44,12 @@ EXPERIMENT_TAGS = {
 AT_A_GLANCE = (metrics.ACCURACY, metrics.FORMAT_RATE, metrics.REWARD)
 """Figures of the merged model that the run has under their plain names too."""
 NOTE_CHARS = 8_000
-"""MLflow refuses a longer tag of a run."""
 _DECISION_CHARS = 4_000
-"""The description holds the decision, a link and the names of the stages."""
 _AFTER_NOTE = "\n\nModel: ["
 _WAY_BACK = "[Flow run in Prefect]("
 _FIRST = "GRPO from the base model "
 _SOURCE_CHARS = 500
 _AGAINST = "against_"
-"""Beginning of the tags that say what the version was compared with."""
 CARD_TAG = "grpo.card"
 """Tag of a version: marks of the cards that it had. A description with another mark was written by a person."""
 _CARD = Path(__file__).with_name("card.md")

@@ -85,6 +85,16 @@ def make_config(request):
     return make
 
 
+@pytest.fixture
+def config(database, make_config):
+    return make_config(database)
+
+
+@pytest.fixture
+def client(database):
+    return MlflowClient(database)
+
+
 def write_journal(path: Path, steps, *, started_ms=STARTED_MS, shift=0.0):
     """Append the lines of some updates, as the trainer writes them."""
     with path.open("a", encoding="utf-8") as file:

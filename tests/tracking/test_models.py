@@ -23,11 +23,6 @@ from .conftest import flip_byte
 
 
 @pytest.fixture
-def config(database, make_config):
-    return make_config(database)
-
-
-@pytest.fixture
 def version(config, publish_one):
     """A champion in the store."""
     publish_one(config, "1")

@@ -4,7 +4,6 @@ import shutil
 
 import polars as pl
 import pytest
-from mlflow import MlflowClient
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from grpo_tasks.tracking.description import flatten
@@ -57,11 +56,6 @@ def test_a_run_without_an_evaluated_model_is_refused(database, make_config):
         pass
     with pytest.raises(ModelError, match="has no evaluated model"):
         load_past_run(run.run_id, config.tracking)
-
-
-@pytest.fixture
-def client(database):
-    return MlflowClient(database)
 
 
 @pytest.fixture

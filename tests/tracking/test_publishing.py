@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from mlflow import MlflowClient
 from mlflow.cli import gc
 
 from grpo_tasks.content.hashes import folder_sha256
@@ -26,16 +25,6 @@ from .conftest import aliases_of, flip_byte, killed_at, log_files, verdict, vers
 OLD = Champion(version="1", sha256="old", run_id="r1")
 NEWER = Champion(version="2", sha256="newer", run_id="r2")
 REAL = {"log": log_model, "prove": prove_served}
-
-
-@pytest.fixture
-def config(database, make_config):
-    return make_config(database)
-
-
-@pytest.fixture
-def client(database):
-    return MlflowClient(database)
 
 
 @pytest.mark.parametrize(

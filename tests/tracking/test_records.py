@@ -12,6 +12,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking import records
 from grpo_tasks.tracking.description import stage_params
 from grpo_tasks.tracking.handle import MARKER
+from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.runs import open_run
 from schemas.results.data import PreparedData, SourceFile
 from schemas.results.evaluation import DifficultyReport, Interval, StageDifficulty
@@ -19,11 +20,6 @@ from schemas.results.model import KeptPrompts
 from schemas.results.publication import Publication
 
 from .conftest import artifacts_of, history, verdict, write_journal
-
-
-@pytest.fixture
-def config(database, make_config):
-    return make_config(database)
 
 
 @pytest.fixture
@@ -221,7 +217,7 @@ def test_the_best_models_of_all_runs_are_found_by_a_search(
         with open_run(config, key=key) as run:
             run.record(data_report)
             run.record(merged)
-            offer(run, make_merge(key), evaluation=merged)
+            offer(run, make_merge(key), evaluation=merged, log=log_model)
     found = best(run, "accuracy", "model_type = 'stage'")[0]
     assert (found.name, found.tags["grpo.sha256"]) == ("format", "5" * 64)
     assert found.tags["path"].endswith("format-bbbbbbbb/final")

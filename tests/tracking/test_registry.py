@@ -41,11 +41,6 @@ from schemas.results.publication import Approval, Publication
 from .conftest import aliases_of, killed_at, verdict
 
 
-@pytest.fixture
-def config(database, make_config):
-    return make_config(database)
-
-
 @pytest.mark.slow
 def test_a_kill_between_two_aliases_loses_no_version(config, publish_one):
     publish_one(config, "1")

@@ -20,17 +20,6 @@ from schemas.results.publication import Publication
 
 from .conftest import artifacts_of, history, write_journal
 
-
-@pytest.fixture
-def config(database, make_config):
-    return make_config(database)
-
-
-@pytest.fixture
-def client(config):
-    return MlflowClient(config.tracking.tracking_uri)
-
-
 on_both_stores = pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 
 

@@ -1,12 +1,11 @@
 """Names that the registry takes, errors with their fix, patience, locks, and what two processes write at once."""
 
 import os
+import socket
 import string
 import tempfile
-import threading
 import time
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import mlflow
@@ -127,58 +126,29 @@ def test_the_uri_in_the_environment_is_the_default(monkeypatch):
     assert resolve_uri(TrackingConfig(tracking_uri="sqlite:///x.db")) == "sqlite:///x.db"
 
 
-class _Ill(BaseHTTPRequestHandler):
-    """Answers 500; or, once it is told to, nothing."""
-
-    silent = threading.Event()
-
-    def do_GET(self):
-        if self.silent.is_set():
-            time.sleep(60)
-        text = b'{"error_code": "INTERNAL_ERROR", "message": "it cannot"}'
-        self.send_response(500)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def ill():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Ill)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield TrackingConfig(tracking_uri=f"http://127.0.0.1:{server.server_port}", patience_s=0.5)
-    _Ill.silent.clear()
-    server.shutdown()
-
-
-def test_a_process_of_a_run_is_as_patient_as_it(ill):
+def test_a_process_of_a_run_is_as_patient_as_it():
     began = time.monotonic()
-    with pytest.raises(StoreAwayError):
-        open_store(ill, known=True).call(lambda client: client.search_experiments())
+    with answering("error") as address:
+        store = open_store(TrackingConfig(tracking_uri=address, patience_s=0.5), known=True)
+        with pytest.raises(StoreAwayError):
+            store.call(lambda client: client.search_experiments())
     assert time.monotonic() - began < 4
     fault = MlflowException("two files failed:\n\n##### File a #####\nNo such artifact: 'a'", error_code=INVALID_PARAMETER_VALUE)
-    assert open_store(ill).error(fault).message == "two files failed:\n##### File a #####\nNo such artifact: 'a'"
+    assert store.error(fault).message == "two files failed:\n##### File a #####\nNo such artifact: 'a'"
 
 
-def test_an_interrupted_run_does_not_wait_for_a_silent_server(ill):
-    store, began = open_store(ill.model_copy(update={"patience_s": 60.0}), known=True), time.monotonic()
-    _Ill.silent.set()
-
-    def interrupted():
+def test_an_interrupted_run_does_not_wait_for_a_silent_server():
+    def search_when_interrupted(address):
+        store = open_store(TrackingConfig(tracking_uri=address, patience_s=60.0), known=True)
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
             store.call(lambda client: client.search_experiments())
 
-    with pytest.raises(StoreAwayError):
-        interrupted()
+    began = time.monotonic()
+    # It takes the connection and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreAwayError):
+        search_when_interrupted(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert time.monotonic() - began < 6
 
 

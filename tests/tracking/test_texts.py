@@ -4,7 +4,6 @@ import getpass
 from datetime import datetime
 
 import pytest
-from mlflow import MlflowClient
 
 from grpo_tasks.tracking.handle import MARKER
 from grpo_tasks.tracking.past_runs import is_named
@@ -13,16 +12,6 @@ from grpo_tasks.tracking.texts import NOTE, licence, restate_decision, run_title
 from schemas.results.publication import Publication
 
 from .conftest import killed_at
-
-
-@pytest.fixture
-def config(database, make_config):
-    return make_config(database)
-
-
-@pytest.fixture
-def client(database):
-    return MlflowClient(database)
 
 
 @pytest.fixture
