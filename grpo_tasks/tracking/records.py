@@ -1,6 +1,6 @@
 """What of a result MLflow gets, from the folder of its step alone. Each function can be repeated (see handle.py).
 
-    result  -> FOLDERS -> artifacts      -> figures_of -> metrics      then the tables, texts and tags that its kind has
+result  -> FOLDERS -> artifacts      -> figures_of -> metrics      then the tables, texts and tags that its kind has
 """
 
 import warnings
