@@ -1,9 +1,6 @@
-"""All errors that a user can meet.
+"""All errors that a user can meet: each says where (`place`) and what to do (`fix`), and repeats little of the user's input.
 
-Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`fix`). An error repeats at
-most as much of the user's input as a person would read. Errors cross process boundaries as JSON (`to_json`, `from_json`), so a
-step that runs in a child process fails with the same message. Violations of our own contracts are `assert`s, not errors of this
-family.
+They cross process boundaries as JSON. Violations of our own contracts are `assert`s, not errors of this family.
 """
 
 import errno
@@ -12,30 +9,26 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Self
 
 from schemas.secret import hide
 
 MAX_LINE = 2_000
-"""Longest line of an error in characters. A longer one loses its middle."""
 MAX_LINES = 60
-"""Most lines of an error. A longer one loses its end."""
 
 
 def shorten(text: str, limit: int = MAX_LINE) -> str:
     """The text without the middle of overlong lines and the end of overlong lists. A note says how much is missing."""
     lines = text.split("\n")
-    # One line fewer than allowed, so that shortening twice changes nothing: errors cross process boundaries.
-    kept = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1:,} more lines"]
-    return "\n".join(_shorten_line(line, limit) for line in kept)
-
-
-def _shorten_line(line: str, limit: int) -> str:
-    if len(line) <= limit:
-        return line
+    if len(lines) > MAX_LINES:
+        # One line fewer than allowed, so that shortening twice changes nothing: errors cross process boundaries.
+        lines = [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1:,} more lines"]
     head, tail = limit // 2, limit // 4
-    return f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
+    for number, line in enumerate(lines):
+        if len(line) > limit:
+            lines[number] = f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
+    return "\n".join(lines)
 
 
 OUR_PACKAGES = ("schemas", "grpo_tasks", "flows")
@@ -76,23 +69,17 @@ class UserError(Exception):
     def from_json(text: str) -> "UserError":
         """The error that `to_json` wrote, with its class. A class of another package becomes a plain `UserError`."""
         fields = json.loads(text)
-        kind = _find(fields["type"], fields.get("module", __name__))
+        module, kind = fields.get("module", __name__), None
+        # The text may come from a process that runs foreign code, so no other module that it names is imported.
+        if module.partition(".")[0] in OUR_PACKAGES:
+            with suppress(ImportError):
+                kind = getattr(importlib.import_module(module), fields["type"], None)
+        kind = kind if isinstance(kind, type) and issubclass(kind, UserError) else UserError
         return kind(fields["message"], place=fields["place"], fix=fields["fix"])
 
     def at(self, place: str) -> Self:
         """The same error with a place, for code that knows the place when the raising code does not."""
         return type(self)(self.message, place=place, fix=self.fix)
-
-
-def _find(name: str, module: str) -> type[UserError]:
-    if module.partition(".")[0] not in OUR_PACKAGES:
-        # The file may come from a process that runs foreign code, so a module it names is not imported.
-        return UserError
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return UserError
-    return found if isinstance(found, type) and issubclass(found, UserError) else UserError
 
 
 class ConfigError(UserError, title="The configuration is invalid", exit_code=2):
@@ -108,7 +95,7 @@ class RewardError(UserError, title="A reward function failed"):
 
 
 class JudgeUnavailableError(RewardError, title="The judge is not available"):
-    """A judge that does not answer, or may not be asked any more. The stage can be resumed."""
+    """The judge does not answer, or may not be asked any more. The stage can be resumed."""
 
 
 class LabError(UserError, title="The reward lab stopped the run"):
@@ -187,10 +174,8 @@ class EndedByOthers(KeyboardInterrupt):
 
     def __init__(self, reason: str, state: object, *, failed: bool = False) -> None:
         super().__init__(reason)
-        self.state = state
-        """What Prefect says about the run, and shall go on to say."""
-        self.failed = failed
-        """Whether it says that the run has failed, as MLflow then does."""
+        self.state = state  # what Prefect says about the run, and shall go on to say
+        self.failed = failed  # then MLflow says so too
 
 
 class Notice(UserWarning):
@@ -228,19 +213,15 @@ def hidden_errors() -> Iterator[None]:
 
 
 def refused_by_system(error: BaseException | None) -> UserError | None:
-    """A `UserError` for a path that the operating system refuses to read, write or follow; None for any other error.
+    """A `UserError` for a path that the system refuses and a user can repair; None for any other error.
 
-    This covers what a user can change: permissions, a file where a folder is needed, a read-only or failing disk. A missing file
-    (ENOENT) may as well be a bug of ours, so it keeps its traceback.
+    A missing file (ENOENT) may as well be a bug of ours, so it keeps its traceback.
     """
-    if (
-        not isinstance(error, OSError)
-        or error.errno not in _SYSTEM_FIXES
-        or not isinstance(error.filename, str | bytes | os.PathLike)
-    ):
+    fix = _SYSTEM_FIXES.get(error.errno or 0) if isinstance(error, OSError) else None
+    if not isinstance(error, OSError) or fix is None or not isinstance(error.filename, str | bytes | os.PathLike):
         return None
     path = os.fsdecode(error.filename)
-    return UserError(f"the operating system refuses {path}: {error.strerror}", place=path, fix=_SYSTEM_FIXES[error.errno])
+    return UserError(f"the operating system refuses {path}: {error.strerror}", place=path, fix=fix)
 
 
 _SYSTEM_FIXES = {

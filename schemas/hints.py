@@ -205,7 +205,7 @@ def hint_for_value(location: Sequence[Any], value: object) -> str:
 
 
 def keys_at(location: Sequence[Any]) -> list[str]:
-    """The fields of the section at `location`; empty when it is no section."""
+    """The fields of the section at `location`; empty where there is none."""
     model: type[Section] | None = RunConfig
     for part in location:
         if isinstance(part, str) and model is not None and part in model.model_fields:
@@ -214,7 +214,7 @@ def keys_at(location: Sequence[Any]) -> list[str]:
 
 
 def places_of(field: str) -> list[str]:
-    """Where in the tree a field or a section of this name stands, for example stages[].learning_rate."""
+    """Where a field or section of this name stands, for example stages[].learning_rate."""
     # Sections near the root first: a setting of the run is meant more often than one deep inside a reward.
     return sorted(all_fields().get(field, []), key=lambda place: place.count("."))
 
@@ -234,7 +234,7 @@ def _shown(places: list[str]) -> str:
 
 
 def why_gone(location: Sequence[Any]) -> str:
-    """What to do instead of the setting at `location`, a path such as ("tracking", "webhook"); empty if there was none."""
+    """What to do instead of the setting at `location`; empty if there was none."""
     for gone, advice in GONE.items():
         place = gone.split(".")
         if len(place) == len(location) and all(part in (str(given), "NAME") for given, part in zip(location, place, strict=True)):

@@ -1,7 +1,4 @@
-"""The one table of metric names: what each measures, its unit, which way is better, and when it is an alarm.
-
-The trainer writes these names into the journal; MLflow, the progress bar, the plots, the guards, the reports and the docs read
-them. Each name is a constant here and a literal nowhere else. Names are TRL's where TRL has one.
+"""The one table of metric names, each a constant here and a literal nowhere else: TRL's where TRL has one. And of the figures.
 
 A name that contains `*` stands for a family with one member per reward function or task: `member(REWARD_MEAN, "format")` is
 `rewards/format/mean`. A reward has the same name in training and in the evaluation.
@@ -25,7 +22,7 @@ class Metric:
     alarm: str = ""
     """Which values are a warning sign, and what to do."""
     plot: str = ""
-    """File name of the plot it is drawn in. Metrics with the same plot share its axes. Empty: not drawn."""
+    """Name of the plot whose axes it shares. Empty: not drawn."""
     column: str = ""
     """Column of the evaluation samples that it is the mean of."""
 
@@ -46,11 +43,7 @@ def _evaluation(name: str, meaning: str, unit: str = "", better: Better = "neith
 
 # Measured once per update.
 REWARD = _update(
-    "reward",
-    "mean weighted reward of all completions of the update",
-    better="higher",
-    alarm="flat: the policy does not learn",
-    plot="reward",
+    "reward", "mean weighted reward of all completions", better="higher", alarm="flat: the policy does not learn", plot="reward"
 )
 REWARD_STD = _update(
     "reward_std",
@@ -60,7 +53,7 @@ REWARD_STD = _update(
     plot="reward_std",
 )
 DEAD_GROUPS = _update(
-    "frac_reward_zero_std", "share of dead groups, whose completions all earn the same", "share", "lower", plot="dead_groups"
+    "frac_reward_zero_std", "share of groups whose completions all earn the same", "share", "lower", plot="dead_groups"
 )
 KL = _update(
     "kl",
@@ -72,12 +65,12 @@ KL = _update(
 )
 TASK_REWARD = _update("reward/task/*", "mean weighted reward of the completions of one task", better="higher", plot="tasks")
 EVAL_TASK_REWARD = _update(
-    "eval_reward/task/*", "mean weighted reward of completions of held-out prompts of one task", better="higher", plot="tasks"
+    "eval_reward/task/*", "mean weighted reward on held-out prompts of one task", better="higher", plot="tasks"
 )
 EVAL_REWARD = _update("eval_reward", "mean weighted reward of completions of held-out prompts", better="higher", plot="reward")
 EVAL_REWARD_MEAN = _update("eval_rewards/*/mean", "mean raw score of one reward function on held-out prompts", better="higher")
 EVAL_REWARD_SUCCESS = _update(
-    "eval_rewards/*/success", "share of held-out completions that earn the function's full score", "share", "higher"
+    "eval_rewards/*/success", "share of held-out completions with the function's full score", "share", "higher"
 )
 LOSS = _update(
     "loss",
@@ -87,36 +80,27 @@ LOSS = _update(
 )
 TOKEN_ACCURACY = _update(
     "token_accuracy",
-    "share of trained tokens that the policy itself ranks first; kinds sft and rejection only",
+    "share of trained tokens that the policy ranks first; sft and rejection only",
     "share",
     "higher",
     plot="token_accuracy",
 )
 TRAINED_TOKENS = _update(
-    "trained_tokens", "tokens with a loss in the update: those of the assistant; kinds sft and rejection only", "tokens"
+    "trained_tokens", "tokens of the assistant, with a loss, in the update; sft and rejection only", "tokens"
 )
-KEPT_COMPLETIONS = _update(
-    "kept_completions", "share of the sampled completions that the update trained on; kind rejection only", "share"
-)
+KEPT_COMPLETIONS = _update("kept_completions", "share of the sampled completions that were trained on; rejection only", "share")
 KEPT_REWARD = _update(
-    "kept_reward",
-    "mean weighted reward of the completions that the update trained on; kind rejection only",
-    better="higher",
-    plot="reward",
+    "kept_reward", "mean weighted reward of the completions that were trained on; rejection only", better="higher", plot="reward"
 )
 ENTROPY = _update("entropy", "mean entropy of the distributions that tokens were sampled from", "nats/token", plot="entropy")
 GRAD_NORM = _update("grad_norm", "norm of the gradient before clipping", plot="grad_norm")
 LOSS_SCALE = _update("loss_scale", "loss scale in float16; it halves when a gradient overflows and doubles after 2,000 updates")
 SKIPPED_STEP = _update("skipped_step", "1 for a float16 update whose gradient overflowed: it changed no weight", better="lower")
 LEARNING_RATE = _update("learning_rate", "learning rate of the update", plot="learning_rate")
-REWARD_MEAN = _update(
-    "rewards/*/mean", "mean raw score of one reward function, before its weight", better="higher", plot="rewards"
-)
+REWARD_MEAN = _update("rewards/*/mean", "mean raw score of one reward function, without weight", better="higher", plot="rewards")
 REWARD_FUNCTION_STD = _update("rewards/*/std", "standard deviation of the raw score over the update")
 REWARD_SUCCESS = _update("rewards/*/success", "share of completions that earn the function's full score", "share", "higher")
-REWARD_WEIGHT = _update(
-    "rewards/*/weight", "weight of the function in the sum; it changes when it is adaptive", plot="reward_weights"
-)
+REWARD_WEIGHT = _update("rewards/*/weight", "weight of the function in the sum, fixed or adaptive", plot="reward_weights")
 MEAN_LENGTH = _update("completions/mean_length", "mean completion length", "tokens", plot="completion_length")
 MIN_LENGTH = _update("completions/min_length", "shortest completion", "tokens")
 MAX_LENGTH = _update("completions/max_length", "longest completion", "tokens", plot="completion_length")
@@ -146,12 +130,11 @@ SAMPLER_DIFFERENCE_WORST = _update(
 )
 SAMPLER_KL = _update("sampling/kl", "KL(sampler || trainer), estimated from the sampled tokens (k3)", "nats/token", "lower")
 IMPORTANCE_RATIO_MEAN = _update(
-    "sampling/importance_sampling_ratio/mean",
-    "mean importance weight that corrects for the difference between sampler and trainer",
+    "sampling/importance_sampling_ratio/mean", "mean weight that corrects for the difference between sampler and trainer"
 )
 IMPORTANCE_RATIO_MAX = _update(
     "sampling/importance_sampling_ratio/max",
-    "largest ratio between the trainer's and the sampler's probability of a token",
+    "largest ratio of the trainer's to the sampler's probability of a token",
     better="lower",
 )
 EFFECTIVE_SAMPLE_SIZE = _update(
@@ -162,11 +145,9 @@ EFFECTIVE_SAMPLE_SIZE = _update(
     "below 0.5: the sampler is far from the trainer; lower rollout.max_staleness",
 )
 OFF_POLICY_MASKED = _update(
-    "sampling/off_policy_masked", "share of completions whose policy term off_policy_mask_threshold leaves out", "share", "lower"
+    "sampling/off_policy_masked", "completions whose policy term off_policy_mask_threshold leaves out", "share", "lower"
 )
-DROPPED_GROUPS = _update(
-    "dynamic_sampling/dropped_groups", "groups that were sampled for the update and not trained on", "groups", "lower"
-)
+DROPPED_GROUPS = _update("dynamic_sampling/dropped_groups", "groups sampled for the update and not trained on", "groups", "lower")
 POLICY_LAG = _update(
     "sampling/policy_lag",
     "updates between the policy that sampled the rollout and the one that first trained on it; with a vLLM server only",
@@ -189,9 +170,7 @@ SAMPLER_WAIT = _update(
     "near step_time: training is the bottleneck, or rollout.max_staleness is 0",
 )
 SYNC_TIME = _update("sampling/sync_time", "time to hand the policy to all servers and to verify it", "s", "lower")
-SYNC_BYTES = _update(
-    "sampling/sync_bytes", "size of the weights that all servers together have loaded since the policy changed", "bytes", "lower"
-)
+SYNC_BYTES = _update("sampling/sync_bytes", "weights that all servers together loaded since the policy changed", "bytes", "lower")
 QUEUE_DEPTH = _update("sampling/queue_depth", "requests that waited for a server, averaged over the rollout", "requests", "lower")
 REPLICAS_SERVING = _update(
     "sampling/replicas_serving",
@@ -201,7 +180,7 @@ REPLICAS_SERVING = _update(
     "below the number of servers: one failed; the stage's events say why",
 )
 REPLICA_TOKENS_PER_S = _update(
-    "replica/*/tokens_per_s", "completion tokens per second of one server, counted from 0", "tokens/s", "higher"
+    "replica/*/tokens_per_s", "completion tokens per second of one server, from 0", "tokens/s", "higher"
 )
 NUM_TOKENS = _update("num_tokens", "prompt and completion tokens processed since the stage began", "tokens")
 TOKENS_PER_S = _update(
@@ -230,23 +209,13 @@ ENERGY = _update("energy", "energy the GPU used during the update (NVML)", "J", 
 EPOCH = _update("epoch", "passes over the training prompts", "epochs")
 
 # Measured once per evaluation; the last two of the guards of a promotion.
-FORMAT_RATE = _evaluation(
-    "format_rate", "share of sampled completions in the strict format", "share", "higher", column="strict_format"
-)
+FORMAT_RATE = _evaluation("format_rate", "share of completions in the strict format", "share", "higher", column="strict_format")
 ACCURACY = _evaluation(
-    "accuracy",
-    "share of sampled completions that are strictly right: strict format and the right answer",
-    "share",
-    "higher",
-    column="correct",
+    "accuracy", "share of sampled completions with the right answer in the strict format", "share", "higher", column="correct"
 )
 GREEDY_ACCURACY = _evaluation("greedy_accuracy", "strict accuracy of greedy completions", "share", "higher", column="correct")
 LENIENT_ACCURACY = _evaluation(
-    "lenient_accuracy",
-    "share of sampled completions with the right answer in any format",
-    "share",
-    "higher",
-    column="lenient_correct",
+    "lenient_accuracy", "share of completions with the right answer in any format", "share", "higher", column="lenient_correct"
 )
 GREEDY_FORMAT_RATE = _evaluation(
     "greedy_format_rate", "format rate of greedy completions", "share", "higher", column="strict_format"
@@ -256,11 +225,7 @@ GREEDY_LENIENT_ACCURACY = _evaluation(
 )
 PASS_AT_1 = _evaluation("pass_at_1", "unbiased pass@1 of the sampled completions (strict)", "share", "higher", column="correct")
 PASS_AT_K = _evaluation(
-    "pass_at_k",
-    "unbiased pass@k of the sampled completions (strict), k = evaluation.num_samples",
-    "share",
-    "higher",
-    column="correct",
+    "pass_at_k", "unbiased pass@k of the samples (strict), k = evaluation.num_samples", "share", "higher", column="correct"
 )
 TRUNCATED_RATE = _evaluation(
     "truncated_rate", "share of sampled completions that were cut off at the length limit", "share", "lower", column="truncated"
@@ -274,19 +239,15 @@ FAILED_RATE = _evaluation(
     column="failed",
 )
 COMPLETION_LENGTH = _evaluation("mean_length", "mean length of sampled completions", "tokens", column="completion_tokens")
-_evaluation(
-    REWARD, "mean weighted reward of sampled completions, by the functions of evaluation.rewards", better="higher", column=REWARD
-)
+_evaluation(REWARD, "mean weighted reward of the samples, by the functions of evaluation.rewards", better="higher", column=REWARD)
 GREEDY_REWARD = _evaluation("greedy_reward", "mean weighted reward of greedy completions", better="higher", column=REWARD)
 _evaluation(REWARD_MEAN, "mean raw score of one reward function or evaluator on sampled completions", better="higher")
 TASK_ACCURACY = _evaluation("accuracy/task/*", "accuracy on the prompts of one task", "share", "higher", column="correct")
 TASK_FORMAT_RATE = _evaluation(
-    "format_rate/task/*", "format rate on the prompts of one task", "share", "higher", column="strict_format"
+    "format_rate/task/*", "format rate on prompts of one task", "share", "higher", column="strict_format"
 )
 _evaluation(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD)
-GUARD_CHANGE = _evaluation(
-    "guard/*/change", "change of the metric of one guard of the promotion against the champion or the base"
-)
+GUARD_CHANGE = _evaluation("guard/*/change", "change of the metric of one guard against the champion or the base")
 GUARD_PASSED = _evaluation("guard/*/passed", "whether one guard of the promotion passed: 1 or 0", better="higher")
 
 HEADLINES = (FORMAT_RATE, ACCURACY, GREEDY_ACCURACY, LENIENT_ACCURACY, PASS_AT_K, TRUNCATED_RATE, COMPLETION_LENGTH, REWARD)
@@ -311,19 +272,17 @@ def member(family: str, function: str) -> str:
 
 
 def logged(function: str, name: str) -> str:
-    """The name of a metric that a reward function reports through log_metric. The table does not know these."""
+    """The name of a metric that a reward function reports through log_metric; not in the table."""
     return f"logged/{function}/{name}"
 
 
 def describe(name: str) -> Metric | None:
-    """The table's entry for a concrete name, family members included; None for a name that the table does not know."""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    return _BY_NAME.get(_family(name))
+    """The table's entry for a concrete name, family members included; None for an unknown name."""
+    return _BY_NAME.get(name) or _BY_NAME.get(_family(name))
 
 
 def describe_figure(name: str) -> Metric | None:
-    """The table's entry for a metric of the evaluation, family members included; None for an unknown name."""
+    """`describe` for a metric of the evaluation."""
     return _FIGURES.get(name) or _FIGURES.get(_family(name))
 
 
@@ -338,7 +297,7 @@ def figure_text(name: str, value: float) -> str:
 def column_of(name: str) -> str:
     """The column of the evaluation samples that a metric is the mean of. A function's scores have the name of their mean."""
     found = describe_figure(name)
-    return found.column if found is not None and found.column else name
+    return (found and found.column) or name
 
 
 def _family(name: str) -> str:
@@ -357,7 +316,7 @@ class Plot:
     overview: bool = False
     """Whether the overview of all stages shows it."""
     imitation: str = ""
-    """Its title in the overview where no stage has rewards, as with demonstrations; empty: it is not shown there."""
+    """Title in an overview of stages without rewards; empty: not shown there."""
 
 
 PLOTS: tuple[Plot, ...] = (

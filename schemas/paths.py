@@ -33,7 +33,7 @@ def resolve(path: str) -> str:
 
 
 def is_embedded(path: str) -> bool:
-    """Whether `embedded:NAME` names something inside the folder of the demo, whether it exists or not."""
+    """Whether `embedded:NAME` stays inside the folder of the demo, whether it exists or not."""
     name = Path(path.removeprefix(EMBEDDED))
     return bool(name.parts) and not name.is_absolute() and ".." not in name.parts and "\0" not in path
 

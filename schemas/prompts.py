@@ -12,7 +12,6 @@ GREEDY = -1
 """Number of the greedy completion among the samples of a held-out prompt; the others count from 0."""
 
 Message = Mapping[str, str]
-"""One chat message: role and content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +23,17 @@ class PromptRow:
     line: int
     messages: tuple[Message, ...]
     answer: str | None
-    """Ground truth, normalised; the first one of several; None for a row without ground truth."""
+    """Ground truth, normalised; the first of several."""
     prompt_tokens: int
     extra: Mapping[str, Any]
-    """Other columns of the row; reward functions get them as keyword arguments."""
+    """Other columns, which reward functions get as keyword arguments."""
     answers: tuple[str, ...] | None = None
-    """Every ground truth where the data lists them; None where the answer is a single value or missing."""
+    """Every ground truth where the data lists several."""
     task: str = ""
-    """Task of the row; empty when the data has a single task."""
-
     pass_rate: float | None = None
-    """Share of completions that solve the prompt, measured before training; None where it is unknown."""
+    """Share of completions that solve the prompt, measured before training, with its interval; None where unknown."""
     pass_rate_low: float | None = None
-    """Lower bound of its interval; None where the interval is unknown."""
     pass_rate_high: float | None = None
-    """Upper bound of its interval."""
 
     @property
     def truths(self) -> tuple[str, ...]:

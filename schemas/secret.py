@@ -101,15 +101,12 @@ def hide(text: str) -> str:
 
 
 def hide_written(text: str) -> str:
-    """The text without the secrets that somebody wrote into it, for texts that a program reads again.
-
-    The values of the environment stay: one of them may be an ordinary word, such as the name of a stage.
-    """
+    """`hide` for texts that a program reads again: values of the environment, which may be ordinary words, stay."""
     return _replaced(_PLACE_RULES, _replaced(_SHAPE_RULES, text))
 
 
 def _replaced(rules: "tuple[_Rule, ...]", text: str) -> str:
-    """A text without what the rules find. Looking for a word takes a hundredth of the time of a pattern."""
+    # Looking for a word takes a hundredth of the time of a pattern.
     lower = text.lower()
     for words, pattern, replacement in rules:
         if any(word in lower for word in words.split()):
@@ -126,7 +123,7 @@ def _literal(found: re.Match[str]) -> str:
 
 
 def hide_output() -> None:
-    """Pass everything that this process prints through `hide`, including output of libraries and tracebacks."""
+    """Pass everything that this process prints through `hide`."""
     for stream in (sys.stdout, sys.stderr):
         if not getattr(stream, "hides_secrets", False):
             write = stream.write
@@ -263,7 +260,7 @@ def _lines(value: str) -> Iterable[str]:
 
 
 def _parts_of_address(value: str) -> set[str]:
-    """The secrets in a variable that is an address, such as MLFLOW_TRACKING_URI."""
+    # Of a variable that is an address, such as MLFLOW_TRACKING_URI.
     found = _ADDRESS.search(value)
     parts = _user_of(found, doubt=True) if found else None
     return ({parts[1], unquote(parts[1])} if parts else set()) | {
@@ -272,7 +269,7 @@ def _parts_of_address(value: str) -> set[str]:
 
 
 def _written(value: str) -> set[str]:
-    """The value in the encodings in which it may appear."""
+    # The encodings in which it may appear.
     python, plain = repr(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
     in_address = {write(value, errors="surrogateescape") for write in (quote, quote_plus)} | {
         quote(value, "", None, "surrogateescape")

@@ -2,9 +2,7 @@
 
     Raw -> (verdict) -> Prompts + Quarantine      Prompts -> Samples -> (scores)      PassRates -> StagePrompts + LeftOut
 
-`prompt_id` is the first 16 hex digits of the SHA-256 of (messages, answer), where the answer may be null, and of answers and task
-where the row has several answers or a task; with `sample` (or stage, step and sample in a stage's
-completions) it identifies a completion in every table. No other file in schemas/ imports pandera.
+`prompt_id` (grpo_tasks/data/table.py) and `sample` identify a completion in every table; in those of a stage also stage and step.
 """
 
 import pandera.polars as pa
@@ -31,9 +29,7 @@ class Raw(_Strict):
     line: int = pa.Field(ge=1)
     """Line in the file on which the row begins; row number counted from 1 for Parquet, JSON arrays and hub data."""
     question: str = pa.Field(nullable=True)
-    """Plain question; null when the row has chat messages or cannot be read."""
     messages: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": MESSAGES.inner})
-    """Chat messages; null when the row has a plain question or cannot be read."""
     answer: str = pa.Field(nullable=True)
     """Answer column as text, before extraction and normalisation."""
     extra: str
@@ -41,11 +37,11 @@ class Raw(_Strict):
     faults: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": FAULTS.inner})
     """Structural rules (grpo_tasks/data/rules.py) that reading found broken; null for a valid row."""
     text: str = pa.Field(nullable=True)
-    """Prompt that is a string, as in TRL's standard format; null when the row has a question or chat messages."""
+    """Prompt that is a string, as in TRL's standard format. A row has a question, messages or this, or cannot be read."""
     answers: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": pl.String})
     """Every answer as text where the answer column is a list; `answer` is the first of them then."""
     task: str = pa.Field(nullable=True)
-    """Task of the row; empty when the data has a single task, null when the task column has no text."""
+    """Empty when the data has a single task, null when the task column has no text."""
 
 
 class Prompts(_Strict):
@@ -53,20 +49,17 @@ class Prompts(_Strict):
 
     prompt_id: str = pa.Field(str_matches=r"^[0-9a-f]{16}$")
     source: str
-    """File or hub id, as written in the config."""
     line: int = pa.Field(ge=1)
-    """Line in the file on which the row begins, or row number counted from 1, as in Raw."""
     prompt: pl.List = pa.Field(dtype_kwargs={"inner": MESSAGES.inner})
     answer: str = pa.Field(nullable=True, str_length={"min_value": 1})
-    """Ground truth, normalised; the first one of several; null for a row without ground truth."""
+    """Ground truth, normalised; the first of several; null for a row without ground truth."""
     answers: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": pl.String})
-    """Every ground truth where the data lists them, normalised; null where the answer is a single value or missing."""
+    """Every ground truth, normalised, where the data lists several."""
     task: str
-    """Task of the row; empty when the data has a single task."""
     prompt_tokens: int = pa.Field(ge=1)
     """After the chat template. Exact up to 100,000 rows of data; beyond, an upper bound where that is within the limit."""
     extra: str
-    """Other columns of the row as one JSON object; reward functions get them as keyword arguments."""
+    """Other columns of the row as one JSON object."""
 
 
 class StagePrompts(Prompts):
@@ -96,7 +89,6 @@ class LeftOut(_Strict):
     frequent_answer: str = pa.Field(nullable=True)
     """Answer that the model gives most often; null where it gives none."""
     frequent_share: float = pa.Field(nullable=True, ge=0.0, le=1.0)
-    """Share of completions with that answer."""
 
 
 class PassRates(_Strict):
@@ -122,11 +114,10 @@ class Quarantine(_Strict):
     source: str
     line: int = pa.Field(ge=1)
     rule: str
-    """Reason code: name of a rule in grpo_tasks/data/rules.py."""
+    """Name of a rule in grpo_tasks/data/rules.py."""
     value: str
     """What was found in the row, shortened."""
     meaning: str
-    """What the rule means, in one sentence."""
 
 
 class Samples(pa.DataFrameModel):

@@ -78,16 +78,6 @@ class RowVerdict:
         """The accepted rows of `train` or `eval`."""
         return self.accepted.filter(split=name).drop("split")
 
-    def prompts_that_begin_with(self, text: str) -> int:
-        """Number of accepted rows whose first message begins with the text."""
-        first = pl.col("prompt").list.first().struct.field("content")
-        return self.accepted.filter(first.str.starts_with(text)).height
-
-    def prompts_with(self, text: str) -> int:
-        """Number of accepted rows with a message that contains the text."""
-        contents = pl.element().struct.field("content").str.contains(text, literal=True)
-        return self.accepted.select(pl.col("prompt").list.eval(contents).list.any().sum()).item()
-
 
 def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", markers: Sequence[str]) -> RowVerdict:
     """Apply every rule to `rows` (schemas/tables.py Raw); `markers` are special tokens that no prompt may contain.

@@ -7,6 +7,8 @@
 What is no number stays as it is.
 """
 
+from collections.abc import Callable
+
 import polars as pl
 
 from grpo_tasks.data.table import json_digest
@@ -80,34 +82,32 @@ def add_prompts(rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conv
     `pattern_found`: whether it matched (True without a pattern); null where there was no text.
     """
     raw_answer = pl.col("answer")
+    extracted = _by_source(data, lambda pattern: _last_match(raw_answer, pattern))
     given = pl.any_horizontal(pl.col("question", "messages", "text").is_not_null())
     prepared = rows.with_columns(
         prompt=_prompt(data, form),
-        answer=normalise_column(_extracted(raw_answer, data)),
+        answer=normalise_column(extracted),
         raw_answer=raw_answer,
-        pattern_found=pl.when(raw_answer.is_not_null()).then(_extracted(raw_answer, data).is_not_null()),
+        pattern_found=pl.when(raw_answer.is_not_null()).then(extracted.is_not_null()),
     ).with_columns(other_form=given & pl.col("prompt").is_null())
-    return _several_answers(prepared, data).drop("question", "messages", "text")
+    if prepared["answers"].null_count() < prepared.height:
+        prepared = _several_answers(prepared, data)
+    return prepared.drop("question", "messages", "text")
 
 
 def _several_answers(rows: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
     """The rows with `answers` normalised, each value once, and the first of them as `answer`."""
-    listed = rows.select("source", "line", row_number=pl.int_range(pl.len()), answers="answers").drop_nulls("answers")
-    if listed.is_empty():
-        return rows
-    each = listed.explode("answers").rename({"answers": "raw"}).with_columns(found=_extracted(pl.col("raw"), data))
-    each = each.with_columns(value=normalise_column(pl.col("found")))
-    values = pl.col("value").drop_nulls().filter(pl.col("value").drop_nulls() != "").unique(maintain_order=True)
-    per_row = each.group_by("row_number", maintain_order=True).agg(all=values, every=pl.col("found").is_not_null().all())
-    joined = rows.with_columns(row_number=pl.int_range(pl.len())).join(
-        per_row, on="row_number", how="left", maintain_order="left"
+    found = _by_source(data, lambda pattern: pl.col("answers").list.eval(_last_match(pl.element(), pattern)))
+    normalised = pl.col("found").list.eval(normalise_column(pl.element())).list.drop_nulls()
+    listed = rows.with_columns(found=found).with_columns(
+        values=normalised.list.eval(pl.element().filter(pl.element() != "")).list.unique(maintain_order=True)
     )
-    is_list = pl.col("all").is_not_null()
-    return joined.with_columns(
-        answers=pl.when(pl.col("all").list.len() > 1).then("all"),
-        answer=pl.when(is_list).then(pl.col("all").list.first().fill_null("")).otherwise("answer"),
-        pattern_found=pl.when(is_list).then("every").otherwise("pattern_found"),
-    ).drop("row_number", "all", "every")
+    is_list = pl.col("answers").is_not_null()
+    return listed.with_columns(
+        answers=pl.when(pl.col("values").list.len() > 1).then("values"),
+        answer=pl.when(is_list).then(pl.col("values").list.first().fill_null("")).otherwise("answer"),
+        pattern_found=pl.when(is_list).then(~pl.col("found").list.contains(None)).otherwise("pattern_found"),
+    ).drop("found", "values")
 
 
 def check_patterns(data: DataConfig) -> None:
@@ -168,16 +168,15 @@ def _prompt(data: DataConfig, form: PromptFormat) -> pl.Expr:
     return pl.when(has_system).then(prompt).when(prompt.is_not_null()).then(pl.concat_list(system_message, prompt))
 
 
-def _extracted(answer: pl.Expr, data: DataConfig) -> pl.Expr:
-    """The answer by the pattern of its source."""
-    found = _last_match(answer, data.answer_pattern) if data.answer_pattern else answer
+def _by_source(data: DataConfig, extract: Callable[[str | None], pl.Expr]) -> pl.Expr:
+    """What `extract` makes of the answer pattern of the row's source."""
+    found = extract(data.answer_pattern)
     for source in [*data.train, *data.eval]:
         if source.answer_pattern:
-            own = _last_match(answer, source.answer_pattern)
-            found = pl.when(pl.col("source") == source.path).then(own).otherwise(found)
+            found = pl.when(pl.col("source") == source.path).then(extract(source.answer_pattern)).otherwise(found)
     return found
 
 
-def _last_match(answer: pl.Expr, pattern: str) -> pl.Expr:
+def _last_match(answer: pl.Expr, pattern: str | None) -> pl.Expr:
     # extract alone returns the first match; a worked solution may contain several
-    return answer.str.extract_all(pattern).list.last().str.extract(pattern, 1)
+    return answer if pattern is None else answer.str.extract_all(pattern).list.last().str.extract(pattern, 1)

@@ -235,8 +235,8 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, col
         stages=[StageConfig(name="train", rewards=["format"])],
         seed=42,
     )
-    loaded = load_sources(data, directory=folder)
-    report = validate_rows(folder / ROWS, config, Origin("", folder, 0.0, loaded.sources))
+    read = load_sources(data, directory=folder)
+    report = validate_rows(folder / ROWS, config, Origin("", folder, 0.0, read))
     if report.quarantined > MOST_REFUSED * report.rows:
         worst = max(report.rules, key=lambda rule: rule.rows)
         raise DataError(f"{report.quarantined:,} of {report.rows:,} rows are refused: {worst.meaning}")

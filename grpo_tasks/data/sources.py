@@ -57,15 +57,7 @@ _UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}
 _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRows:
-    """The sources that were read, and the table of their rows."""
-
-    sources: list[SourceFile]
-    path: Path
-
-
-def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
+def load_sources(data: DataConfig, *, directory: Path) -> list[SourceFile]:
     """Read all sources into `directory`/rows.parquet.
 
     Raises:
@@ -79,7 +71,7 @@ def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
     ):
         sources += [_load(source, "train", data=data, writer=writer) for source in data.train]
         sources += [_load(source, "eval", data=data, writer=writer) for source in data.eval]
-    return SourceRows(sources, directory / ROWS)
+    return sources
 
 
 @dataclass(frozen=True, slots=True)

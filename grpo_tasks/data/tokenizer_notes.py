@@ -2,6 +2,7 @@
 
 import re
 
+import polars as pl
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.model_files import asks_for_date, generation_eos
@@ -53,7 +54,8 @@ def tokenizer_notes(
 def _added_to_texts(tokenizer: PreTrainedTokenizerBase, verdict: RowVerdict) -> list[str]:
     before, behind = (tokenizer.decode(ids) for ids in surroundings(tokenizer))
     notes = []
-    twice = verdict.prompts_that_begin_with(before) if before else 0
+    first = pl.col("prompt").list.first().struct.field("content")
+    twice = verdict.accepted.filter(first.str.starts_with(before)).height if before else 0
     if twice:
         notes.append(f"{twice:,} prompts begin with {before}, which the tokenizer writes before any text: they have it once")
     if behind:

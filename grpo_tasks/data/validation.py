@@ -161,9 +161,14 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
 
 def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
     """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
-    effect = "a completion that repeats its prompt ends there"
-    counts = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
-    return [f"{count:,} prompts contain the stop string {stop!r}; {effect}" for stop, count in counts if count]
+    warnings = []
+    for stop in rollout.stop:
+        found = pl.col("prompt").list.eval(pl.element().struct.field("content").str.contains(stop, literal=True)).list.any()
+        if count := verdict.accepted.select(found.sum()).item():
+            warnings.append(
+                f"{count:,} prompts contain the stop string {stop!r}; a completion that repeats its prompt ends there"
+            )
+    return warnings
 
 
 def _render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:

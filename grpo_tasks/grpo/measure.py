@@ -215,7 +215,8 @@ def score_metrics(scores: Scores, family: str, *figures: str) -> dict[str, float
 
 def weight_metrics(scores: Scores) -> dict[str, float]:
     """The present weight of each reward function."""
-    return {f"rewards/{name}/weight": float(weight) for name, weight in zip(scores.names, scores.weights, strict=True)}
+    weights = zip(scores.names, scores.weights, strict=True)
+    return {metric.member(metric.REWARD_WEIGHT, name): float(weight) for name, weight in weights}
 
 
 def length_metrics(lengths: Sequence[int]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import time
 
-from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.sources import ROWS, load_sources
 from grpo_tasks.data.validation import REPORT, Origin, validate_rows
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
@@ -15,12 +15,12 @@ from schemas.results.data import GuardData
 def check_guard(work: Work, config: RunConfig, label: str) -> GuardData:
     """Read the prompts of a guard and apply every rule; stop if too many rows are bad."""
     began = time.perf_counter()
-    loaded = load_sources(config.data, directory=work.directory)
+    sources = load_sources(config.data, directory=work.directory)
     try:
         report = validate_rows(
-            loaded.path,
+            work.directory / ROWS,
             config,
-            Origin(work.key, work.directory, time.perf_counter() - began, loaded.sources),
+            Origin(work.key, work.directory, time.perf_counter() - began, sources),
             warn=run_logger().warning,
         )
     finally:

@@ -12,11 +12,11 @@ from schemas.results.data import PreparedData
 def prepare_data(work: Work, config: RunConfig) -> PreparedData:
     """Read all rows of all sources, each with its file and line. Rows that cannot be read are kept, with their faults."""
     began = time.perf_counter()
-    loaded = load_sources(config.data, directory=work.directory)
+    sources = load_sources(config.data, directory=work.directory)
     return PreparedData(
         key=work.key,
         directory=work.directory,
         seconds=time.perf_counter() - began,
-        sources=loaded.sources,
-        rows=sum(source.rows for source in loaded.sources),
+        sources=sources,
+        rows=sum(source.rows for source in sources),
     )

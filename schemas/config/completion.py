@@ -11,11 +11,9 @@ from schemas.config.types import FreeSettings, TagName
 JsonAndRegex = Annotated[T, Folded("json_and_regex")]
 
 CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
-"""What a completion looks like (grpo_tasks/answers/extract.py)."""
 Equality = Literal["exact", "numeric", "math", "choice"]
-"""How an answer is compared with the ground truth (grpo_tasks/answers/equality.py)."""
 THINK = ("think",)
-"""Names of the tags around the reasoning of models that were trained to reason, whatever a config calls its own."""
+"""Tags of models that were trained to reason, whatever a config calls its own."""
 
 
 class TagsConfig(Section):
@@ -33,7 +31,7 @@ class TagsConfig(Section):
 
     @property
     def in_order(self) -> list[str]:
-        """The four tags, or the two of the answer, in the order of the strict format."""
+        """The tags in the order of the strict format."""
         return [tag for name in (self.reasoning, self.answer) if name is not None for tag in (f"<{name}>", f"</{name}>")]
 
     def block(self, reasoning: str, answer: str) -> str:
@@ -72,12 +70,12 @@ class CompletionConfig(Section):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a completion is a reasoning and an answer block, each in its tags."""
+        """Whether a completion is a reasoning and an answer block."""
         return self.format == "tags" and self.tags.reasoning is not None
 
     @property
     def is_free_text(self) -> bool:
-        """Whether a completion may be any text: it has no format that it could break, and no answer."""
+        """Whether a completion has no format that it could break, and no answer."""
         return self.format == "none"
 
     @property

@@ -15,7 +15,6 @@ ColumnsAndSplit = Annotated[T, Folded("columns_and_split")]
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """It is part of metric names, so it holds only what MLflow accepts there."""
 PromptFormat = Literal["conversational", "standard"]
-"""TRL's two forms of a prompt: chat messages, or one string."""
 
 
 def _delimiter(given: str) -> str:
@@ -60,8 +59,7 @@ class DataSource(Section):
     """One file or one hub data set."""
 
     path: Address
-    """JSONL, JSON, CSV, TSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE
-    for a file that ships with this project."""
+    """JSONL, JSON, CSV, TSV or Parquet file (from the working directory), hub id such as openai/gsm8k, or embedded:FILE."""
     format: Details[Literal["auto", "jsonl", "csv", "parquet", "hub"]] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
     name: Details[str | None] = None
@@ -88,11 +86,11 @@ class DataSource(Section):
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 (hex) that the file had when the run started; None: the run has not started, or it is a hub data set."""
+        """Of the file when the run started; None before, and for a hub data set."""
         return self._locked
 
     def locked(self, sha256: str) -> Self:
-        """The source whose file must have these contents when it is read. No file and no form shows it."""
+        """The source whose file must have these contents when it is read; no file or form shows it."""
         source = self.model_copy()
         source._locked = sha256
         return source
@@ -159,7 +157,7 @@ class DataConfig(Section):
             yield "tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source"
 
     def rewards_of(self, task: str) -> set[str] | None:
-        """Names of the reward functions that apply to rows of a task; None: all of the stage."""
+        """Reward functions that apply to rows of a task; None: all of the stage."""
         allowed = self.tasks[task].rewards if task in self.tasks else None
         return None if allowed is None else set(allowed)
 

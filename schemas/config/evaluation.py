@@ -40,8 +40,7 @@ class EvaluationConfig(Section):
     greedy: Details[bool] = True
     """Also sample one greedy completion per prompt."""
     stages: Details[bool] = True
-    """Also evaluate after each stage, not only the base, the last stage and the merged model. A version whose merged model is
-    worse than its last stage is not promoted."""
+    """Also evaluate after each stage. A version whose merged model is worse than its last stage is not promoted."""
     confidence: Details[float] = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
     max_truncated: Details[Fraction] = 0.95
@@ -77,8 +76,7 @@ class PromotionGuard(Section):
     phrases: list[str] = Field(default_factory=list, max_length=1_000)
     """Phrases of contains and lacks. Upper and lower case do not matter."""
     pattern: str | None = None
-    """Regular expression of contains and lacks. The syntax is that of Rust, which takes linear time: no look-around, no
-    back-references."""
+    """Regular expression of contains and lacks, in the syntax of Rust: no look-around, no back-references."""
     script: Literal[
         "Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Han", "Hiragana", "Katakana", "Hangul", "Thai"
     ] = "Latin"
@@ -114,8 +112,7 @@ class PromotionConfig(Section):
 
     metric: str | None = None
     """Evaluation metric that decides, in a paired test over the same prompts: accuracy, format_rate, lenient_accuracy, pass_at_k,
-    reward, or rewards/NAME/mean of one reward function or evaluator. Empty: accuracy, or reward when no held-out row has a ground
-    truth."""
+    reward, or rewards/NAME/mean. Empty: accuracy, or reward when no held-out row has a ground truth."""
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
     """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both,
     so the probability of promoting a model that is not better is at most alpha."""

@@ -43,21 +43,21 @@ class _OrActionAlone:
 class KlBlowUp(GuardConfig):
     """The KL from the reference is too high."""
 
-    threshold: float = Field(0.5, gt=0.0, allow_inf_nan=False)
+    threshold: float = Field(0.5, gt=0.0)
     """Highest KL in nats per token, as the median of 10 updates (of 3 measurements when kl_every_steps applies)."""
 
 
 class RewardStdCollapse(GuardConfig):
     """Rewards hardly differ within a group."""
 
-    threshold: float = Field(0.01, gt=0.0, allow_inf_nan=False)
+    threshold: float = Field(0.01, gt=0.0)
     """Lowest reward_std (in units of the reward), as the median of 10 updates."""
 
 
 class FlatReward(GuardConfig):
     """The reward does not rise."""
 
-    threshold: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    threshold: float = Field(0.0, ge=0.0)
     """Smallest rise of the mean reward (in units of the reward) from the first 25 updates to the last 25. The rise also has to
     exceed two standard errors."""
 
@@ -86,7 +86,7 @@ class EntropyCollapse(GuardConfig):
 class LengthExplosion(GuardConfig):
     """Completions get too long."""
 
-    threshold: float = Field(2.0, gt=1.0, allow_inf_nan=False)
+    threshold: float = Field(2.0, gt=1.0)
     """Highest mean length as a multiple of that of the first 10 updates. Both are medians of 10 updates."""
 
 
@@ -100,7 +100,7 @@ class FormatRegression(GuardConfig):
 class SamplerMismatch(GuardConfig):
     """The sampler's probabilities differ from the policy's."""
 
-    threshold: float = Field(0.1, gt=0.0, allow_inf_nan=False)
+    threshold: float = Field(0.1, gt=0.0)
     """Highest mean difference of log-probabilities in nats per token, as the median of 10 updates."""
 
 

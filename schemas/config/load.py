@@ -30,7 +30,7 @@ Checked = TypeVar("Checked")
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
 _MOST_FILES = 50
-"""YAML files that are looked at for a suggestion."""
+"""YAML files that are read for a suggestion."""
 MAX_CHARS = 2**20
 """Longest text in characters. The largest preset has 4,000 characters; PyYAML parses a million in a few seconds."""
 MAX_DEPTH = 50
@@ -39,16 +39,9 @@ MAX_EXPANDED = 2 * MAX_CHARS
 """Most values and characters after all aliases and merge keys are expanded. A text without aliases is always below it."""
 PRESETS = DEPLOY / "presets"
 
-_MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
-"""Our messages for faults whose own message is unclear."""
-
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a config, apply overrides and validate it.
-
-    Args:
-        source: path of a YAML file, or the name of a preset.
-        overrides: `key.path=value` strings. List items are addressed by index.
+    """Read a YAML file or a preset, apply overrides and validate it.
 
     Raises:
         ConfigError: the file is missing or not a YAML mapping, a key is unknown, or a value is invalid.
@@ -101,11 +94,7 @@ def _merge_layers(layers: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
-    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its own modules.
-
-    Raises:
-        ConfigError: the working directory, which is searched first, holds a different module of the same name.
-    """
+    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its own modules."""
     if config.rewards.module_dir is not None:
         return config.with_module_dir(config.rewards.module_dir)
     functions = [reward.function or "" for reward in config.rewards.functions.values()]
@@ -120,6 +109,7 @@ def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
             continue
         for module, found in own.items():
             other = module_file(module, here)
+            # The working directory is searched first.
             if other is not None and other.read_bytes() != found.read_bytes():
                 raise ConfigError(
                     f"two different modules are called {module}: {other} and {found}",
@@ -159,11 +149,7 @@ def _merged(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunConfig:
-    """Validate settings that are already in memory.
-
-    Raises:
-        ConfigError: lists every fault.
-    """
+    """Validate settings in memory; the `ConfigError` lists every fault."""
     return _valid(lambda: RunConfig.model_validate(tree, context=FLAT), place)
 
 
@@ -175,16 +161,12 @@ def _valid(make: Callable[[], Checked], place: str) -> Checked:
 
 
 def check_recorded(text: str, *, place: str) -> RunConfig:
-    """The config that a run recorded, now or with an earlier version of GRPO.
-
-    Raises:
-        ConfigError: lists every fault.
-    """
+    """The config that a run recorded, now or with an earlier version of GRPO; raises as `check_config` does."""
     return check_config(without_gone(parse_yaml(text, place=place)), place=place)
 
 
 def form_faults(values: dict[str, Any]) -> list[str]:
-    """What is wrong with the values of a form, a line for each field; none for valid ones."""
+    """What is wrong with the values of a form, a line for each field."""
     try:
         RunConfig.model_validate(values)
     except ValidationError as error:
@@ -193,20 +175,12 @@ def form_faults(values: dict[str, Any]) -> list[str]:
 
 
 def tracking_at(uri: str | None) -> TrackingConfig:
-    """The settings of the tracking store at this address. None: the address in the environment.
-
-    Raises:
-        ConfigError: it is not a valid address.
-    """
+    """The settings of the tracking store at this address (None: that in the environment), or a `ConfigError`."""
     return _valid(lambda: TrackingConfig(tracking_uri=uri), "--tracking-uri")
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
-    """The file of a path or of a preset's name.
-
-    Args:
-        source: a path, or the name of a preset.
-        beside: a folder that is searched first.
+    """The file of a path or of a preset's name; the folder `beside` is searched first.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read. The message lists the presets.
@@ -265,7 +239,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _fault_lines(error: ValidationError) -> list[str]:
-    """A line for each fault, for as many as an error shows: a hint compares a key with every field there is."""
+    # No more than an error shows: a hint compares a key with every field there is.
     faults = error.errors()
     if len(faults) <= MAX_LINES:
         return [_fault_line(dict(fault)) for fault in faults]
@@ -278,7 +252,9 @@ def _fault_line(fault: dict[str, Any]) -> str:
     place = ".".join(str(part) for part in location) or "configuration"
     if fault["type"] == "extra_forbidden":
         return f"{place}: unknown key; {why_gone(location) or hint_for(location)}"
-    message = _MESSAGES.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "finite_number":
+        message = "must be a finite number, neither infinite nor nan"
     given = fault.get("input")
     shown = f" (given: {shorten(repr(given), _SHOWN)})" if isinstance(given, str | int | float | bool) or given is None else ""
     fix = hint_for_value(location, given)
@@ -323,7 +299,7 @@ class _Loader(yaml.SafeLoader):
         self._place, self._depth = place, 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """One node and all below it."""
+        """One node with all below it."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _too_deep(f"{self._place}:{self.peek_event().start_mark.line + 1}")
@@ -346,7 +322,7 @@ class _Check:
         """None while the children of a node are being counted."""
 
     def size(self, node: yaml.Node, depth: int) -> int:
-        """Values and characters of a node after its aliases are expanded."""
+        """Values and characters of a node, its aliases expanded."""
         if depth > MAX_DEPTH:
             raise _too_deep(self._at(node))
         if node in self._sizes:

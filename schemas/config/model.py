@@ -34,8 +34,7 @@ class AddedToken(Section):
     token: TokenText
     """Its text, for example <search>."""
     special: bool = False
-    """Special tokens are left out of the text that rewards and evaluation see, like an end-of-turn token. A stop string that
-    contains one keeps it."""
+    """Special tokens are left out of the text that rewards and evaluation see. A stop string that contains one keeps it."""
     like: TokenText | None = None
     """Text that the token starts out like: its embedding begins as the mean of this text's tokens, so that the model emits it now
     and then, and rewards can tell. Empty: the mean of all tokens, which a model rarely emits."""
@@ -56,8 +55,7 @@ class ModelConfig(Section):
     """Precision in which the merged model is saved. auto: the first of bfloat16, float16 and float32 that keeps at least 95 % of
     what training changed. A precision that you name and that keeps less is refused. The merge itself is computed in float32."""
     merged_system_prompt: Details[bool] = True
-    """Put data.system_prompt into the chat template of the merged model. Conversations without a system message then begin with
-    it, as in training, wherever the model is served."""
+    """Put data.system_prompt into the chat template of the merged model, for conversations without a system message."""
     attn_implementation: Details[Literal["sdpa", "eager", "flash_attention_2"]] = "sdpa"
     """Attention kernel."""
     quantization: Details[Literal["none", "nf4"]] = "none"
@@ -76,11 +74,11 @@ class ModelConfig(Section):
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 (hex) of the local folder when the run started; None: it has not started, or the model is named by a hub."""
+        """Of the local folder when the run started; None before, and for a model of a hub."""
         return self._locked
 
     def locked(self, sha256: str | None) -> Self:
-        """The model whose files must have these contents whenever a step begins or ends. No file and no form shows it."""
+        """The model whose files must have these contents in every step; no file or form shows it."""
         model = self.model_copy()
         model._locked = sha256
         return model

@@ -18,9 +18,8 @@ class TrackingConfig(Section):
     """MLflow."""
 
     tracking_uri: StoreUrl | None = None
-    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else the server that grpo up started here on
-    PostgreSQL, else sqlite:///mlflow.db in the working directory. It must not contain a password, because the config is recorded;
-    export such an address as MLFLOW_TRACKING_URI."""
+    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else the server that grpo up started here on PostgreSQL,
+    else sqlite:///mlflow.db in the working directory. An address with a password belongs into MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None
     """Experiment name. Empty: the name of the run."""
     registered_model: MlflowName | None = None
@@ -81,11 +80,9 @@ class ResourcesConfig(Section):
     """Time limit in minutes of a collective operation (NCCL, gloo): a process that waits longer for the others ends the stage
     with an error. It has to exceed the longest rollout, rewards included."""
     max_hours: Speed[float | None] = Field(None, gt=0.0, le=100_000)
-    """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
-    Empty: no limit."""
+    """Time limit in hours of one run of a stage, which then stops with a checkpoint; the same command resumes it. Empty: none."""
     compile: Speed[bool] = False
-    """Compile the model's layers for training with torch.compile. The first passes take minutes, so it pays off in long stages
-    on a GPU."""
+    """Compile the model's layers for training (torch.compile). The first passes take minutes: for long stages on a GPU."""
     share_prompts: Speed[bool] = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
     fold_adapter: Speed[bool] = True

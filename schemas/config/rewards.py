@@ -55,9 +55,8 @@ class JudgeConfig(Section):
     max_points: int = Field(4, ge=1, le=100)
     """Points that a criterion can earn in mode absolute."""
     reference_column: Address | None = None
-    """Column of the data with a reference reply, for example answer. In mode absolute the judge sees it. In mode pairwise it is
-    the opponent of every completion. Empty: no reference; in mode pairwise the completions of a prompt are compared with each
-    other."""
+    """Column with a reference reply, for example answer: in mode absolute the judge sees it, in mode pairwise it is the opponent
+    of every completion. Empty: none; mode pairwise compares the completions of a prompt with each other."""
     opponents: int = Field(2, ge=1, le=MOST_TIMES)
     """mode pairwise without a reference: completions of the same prompt that each completion is compared with."""
     votes: int = Field(1, ge=1, le=99)
@@ -76,9 +75,8 @@ class JudgeConfig(Section):
     request_timeout_s: Limits[float] = Field(120.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one request, up to its complete reply."""
     max_outage_s: Limits[float] = Field(600.0, ge=0.0, le=LONGEST_S)
-    """How long the run waits when no address answers, in seconds. Then the stage stops; the same command resumes it. It writes a
-    checkpoint first, except with several ranks, with rollout.max_staleness above 0 and in a held-out evaluation: then it resumes
-    from the last one."""
+    """How long the run waits when no address answers, in seconds. Then the stage stops, with a checkpoint unless it has several
+    ranks, rollout.max_staleness above 0 or is in a held-out evaluation; the same command resumes it."""
     max_malformed: Limits[int] = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: Limits[int] = Field(20_000, ge=100, le=MOST_CHARS)
@@ -146,8 +144,7 @@ class RewardConfig(Section):
     """One reward function."""
 
     function: str | None = None
-    """Built-in name, or package.module:function; a class or a factory may stand there too. Empty: the built-in function of the
-    entry's own name."""
+    """Built-in name, or package.module:function (or a class or factory). Empty: the built-in function of the entry's own name."""
     weight: float | None = None
     """Factor of its score in the sum. Empty: the default of the built-in function, or 1."""
     judge: JudgeConfig | None = None
@@ -155,8 +152,7 @@ class RewardConfig(Section):
     params: FreeSettings = Field(default_factory=dict)
     """Additional keyword arguments of the function; for a class or a factory, the arguments that it is called with once."""
     as_text: Limits[bool] = False
-    """Pass prompts and completions as strings for chats too, to a function that was written for strings. The prompt is then the
-    content of the last message."""
+    """Pass prompts (the content of the last message) and completions as strings for chats too."""
     time_limit_s: Limits[float] = Field(30.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one call, which scores a whole batch of completions."""
     on_error: Limits[Literal["raise", "zero", "skip"]] = "raise"
@@ -169,12 +165,7 @@ class RewardConfig(Section):
     """Adaptive weight. Empty: the weight is fixed."""
 
     def missing(self, name: str, *, max_completion_length: int) -> str | None:
-        """What the function cannot do without, with the fix; None when nothing is missing.
-
-        Args:
-            name: name of the entry.
-            max_completion_length: that of the rollout, in tokens.
-        """
+        """What the function of this entry cannot do without, with the fix; None when nothing is missing."""
         if self.function == JUDGE and self.judge is None:
             return f"{name} needs a judge; fix: rewards.functions.{name}.judge: {{base_urls: [...], model: ..., rubric: [...]}}"
         if self.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= self.params.keys():
@@ -197,9 +188,8 @@ class RewardsConfig(Section):
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
     """Reward functions by name. A built-in function needs an entry only when you change one of its settings."""
     memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)
-    """Memory limit in GB (1e9 bytes) of the reward process and everything it starts, including any model that a function
-    loads. Resident memory is measured every 0.05 s and shared pages count once. The limit is never above 80 % of the
-    machine's memory."""
+    """Memory limit in GB (1e9 bytes) of the reward process and everything it starts or loads, at most 80 % of the machine's
+    memory. Resident memory is measured every 0.05 s; shared pages count once."""
     module_dir: Path | None = None
     """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed
     packages and the working directory. Empty: the folder of the config file, if it holds such a module."""
@@ -254,7 +244,6 @@ class LabConfig(Section):
     max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
     """Time in seconds that a reward function may take for one completion. A completion of 1 MB may take ten times as long."""
     min_signal: Fraction = 0.05
-    """Smallest share of groups whose completions earn different rewards, sampled from the base model with the rewards of the
-    first stage."""
+    """Smallest share of the base model's groups whose completions earn different rewards by the first stage's rewards."""
     ignore_checks: list[str] = Field(default_factory=list)
     """Checks that are not reported: CHECK, or FUNCTION/CHECK such as style/speed or stage:format/order. A fault still warns."""

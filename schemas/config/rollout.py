@@ -111,26 +111,21 @@ class RolloutConfig(Section):
     top_k: SamplingDetails[int] = Field(0, ge=0, le=MOST_TOKENS)
     """Sample from the k likeliest tokens. 0: from all tokens."""
     min_p: SamplingDetails[float] = Field(0.0, ge=0.0, le=1.0)
-    """Sample only from tokens that are at least this share as likely as the likeliest one (arXiv:2407.01082). 0: from all
-    tokens."""
+    """Sample only from tokens at least this share as likely as the likeliest one (arXiv:2407.01082). 0: from all tokens."""
     repetition_penalty: SamplingDetails[float] = Field(1.0, gt=0.0, le=100.0)
-    """Above 1, tokens that the prompt or the completion already contains become less likely (arXiv:1909.05858). It applies to
-    greedy decoding too. 1: off."""
+    """Above 1, tokens that already occurred become less likely (arXiv:1909.05858), in greedy decoding too. 1: off."""
     chat_template_kwargs: SamplingDetails[dict[str, Any]] = Field(default_factory=dict)
     """Variables of the model's chat template, for example {enable_thinking: false}. They apply wherever the run renders a prompt.
     The template of the merged model keeps them as defaults. A template that writes the present day writes that of the first run
     in the folder of results; {strftime_now: '2026-11-26'} names another one."""
     stop: SamplingDetails[list[Annotated[str, StringConstraints(min_length=1)]]] = Field(default_factory=list)
-    """Strings that end a completion, for example </answer>. A stop string may contain a special token; the text then keeps that
-    token."""
+    """Strings that end a completion, for example </answer>. A special token in a stop string stays in the text."""
     include_stop_str_in_output: SamplingDetails[bool] = True
-    """Keep the stop string in the text that rewards and evaluation see. Off: the text ends before it. Either way its tokens
-    belong to the completion and are trained on."""
+    """Keep the stop string in the text that rewards and evaluation see. Its tokens are trained on either way."""
     stop_token_ids: SamplingDetails[
         list[Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, StringConstraints(min_length=1)]]
     ] = Field(default_factory=list)
-    """Tokens that end a completion, by id or by text, in addition to the end tokens of the tokenizer and of the generation
-    config."""
+    """Tokens that end a completion, by id or by text, besides those of the tokenizer and of the generation config."""
     max_batch_size: SamplingDetails[int] = Field(256, ge=1, le=MOST_COMPLETIONS)
     """Largest number of completions that are decoded at once. A higher value costs memory."""
     max_staleness: SamplingDetails[int] = Field(0, ge=0, le=MOST_TIMES)
@@ -205,8 +200,7 @@ class InteractionConfig(Section):
     workers: int = Field(2, ge=1, le=256)
     """Worker processes."""
     module_dir: Path | None = None
-    """Folder with the modules of your tools or environment, relative to the working directory. Empty: as for
-    rewards.module_dir."""
+    """Folder with the modules of your tools or environment. Empty: as for rewards.module_dir."""
 
     def _faults(self) -> Iterator[str]:
         if self.tools and self.environment:

@@ -1,9 +1,7 @@
 """The one tree that describes a run: YAML file, command line, Prefect form and MLflow parameters are views of it.
 
-Field names are those of TRL's GRPOConfig where it has them. Reading a config needs pydantic and nothing heavier. The validation
-step checks what depends on the data or the tokenizer. `load.py` reads files and suggests the nearest known key.
-
-A check of fields of one section stands in that section; a check across sections stands here.
+Reading a config needs pydantic and nothing heavier. Checks of the fields of one section stand in that section, those across
+sections here, and the validation step checks what depends on the data or the tokenizer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -151,7 +149,7 @@ class RunConfig(Section):
         return {name: one.model_copy(update={"adaptive": None}) for name, one in found.items() if one is not None}
 
     def scoring(self) -> "Scoring | None":
-        """The functions that score held-out completions, and no other; None when there are none."""
+        """The functions that score held-out completions; None when there are none."""
         rewards, evaluators = self._evaluation_rewards, self.evaluation.evaluators
         if not rewards and not evaluators:
             return None
@@ -165,10 +163,7 @@ class RunConfig(Section):
     def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False, adapter: bool = False) -> Self:
         """The config with these stages only and the functions that they use, for pass rates by their rewards.
 
-        Args:
-            stages: the stages.
-            measured: measure them even where a column of the data holds them.
-            adapter: the measured policy has an adapter.
+        `measured`: even where a column of the data holds them. `adapter`: the measured policy has one.
         """
         functions = self._functions(sorted({name for stage in stages for name in stage.rewards}))
         difficulty = self.difficulty.model_copy(update={"pass_rate_column": None} if measured else {})
@@ -266,7 +261,7 @@ class RunConfig(Section):
 
     @property
     def experiment(self) -> str:
-        """Name of the MLflow experiment."""
+        """That of MLflow."""
         return self.tracking.experiment or self.name
 
     @property
@@ -288,13 +283,13 @@ class RunConfig(Section):
         return self.model_copy(update={"rewards": put(self.rewards), "stages": stages, "interaction": interaction})
 
     def evaluated(self) -> Self:
-        """The config whose rollouts are those of an evaluation, which may sample with an engine of its own."""
+        """The config with the sampling engine of an evaluation."""
         engine = self.evaluation.engine or self.rollout.engine
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
 
     @property
     def supervised_first(self) -> bool:
-        """Whether the first stage trains on demonstrations, so that the base model need not earn any reward."""
+        """Whether the base model need not earn any reward yet."""
         return self.stages[0].kind == "sft"
 
     @property
@@ -303,25 +298,16 @@ class RunConfig(Section):
         return self.data.system_prompt if self.model.merged_system_prompt else None
 
     def stage(self, name: str) -> StageConfig:
-        """The stage of this name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(name)
+        """The stage of this name; raises `KeyError`."""
+        return {stage.name: stage for stage in self.stages}[name]
 
 
 class Scoring(Section):
     """The functions that score held-out completions."""
 
     rewards: RewardsConfig
-    """The functions that are used, with their weights."""
     weighted: list[str]
-    """Functions whose weighted sum is the reward."""
+    """Functions whose weighted sum is the reward; the others are reported."""
     reported: list[str]
-    """Functions that are only reported."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Functions that apply to each task; None: all of them."""

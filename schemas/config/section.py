@@ -5,12 +5,11 @@
     class Stage(Section):
         adam_beta1: Optimizer[float] = 0.9
 
-A field has one spelling in YAML files and on the command line: its flat name (`adam_beta1`). Only a form that is generated from
-the JSON schema (Prefect's "Custom run") groups fields, each group a line that opens on demand. What the form sends back,
-`{"optimizer": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
+YAML files and command line have the flat name (`adam_beta1`) only. The form that Prefect generates from the JSON schema shows a
+group as a line that opens on demand, and sends back `{"optimizer": {"adam_beta1": 0.9}}`, which is read as the flat field.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
@@ -42,7 +41,7 @@ Details = Annotated[T, Folded("details")]
 
 
 class Section(BaseModel):
-    """A section of the config. It is frozen, refuses unknown keys, and uses the docstrings of its fields as descriptions."""
+    """A section of the config. The docstrings of its fields are their descriptions."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -97,7 +96,7 @@ class Section(BaseModel):
 
     @classmethod
     def _folds(cls, name: str) -> bool:
-        """Whether a field is a section with defaults, which a form can show as one line."""
+        # A section with defaults, which a form can show as one line.
         field = cls.model_fields.get(name)
         kind = field.annotation if field is not None and not field.is_required() else None
         return isinstance(kind, type) and issubclass(kind, Section)
@@ -129,7 +128,7 @@ class Section(BaseModel):
 
 
 def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Settings as in a YAML file in the shape of the section's form: grouped fields are in their groups."""
+    """The settings of a YAML file in the shape of the section's form, grouped fields in their groups."""
     group_of = {name: group for group, members in section.GROUPS.items() for name in members}
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -157,7 +156,7 @@ def _shape(value: Any, section: type[Section]) -> Any:
 
 
 def section_in(annotation: Any, marker: str = "") -> tuple[type[Section] | None, str]:
-    """The section that a field holds, and how a place names one of several: [] in a list, .NAME in a mapping."""
+    """The section that a field holds, and how a place names one of several: [] or .NAME."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, marker
     marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
@@ -166,7 +165,7 @@ def section_in(annotation: Any, marker: str = "") -> tuple[type[Section] | None,
 
 
 def fields_below(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field and section below a section with its dotted place, for example stages[].learning_rate."""
+    """Every field and section below a section with its place, for example stages[].learning_rate."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
         inner, marker = section_in(field.annotation)
@@ -191,26 +190,17 @@ def view(config: Viewed, reads: str) -> Viewed:
     has the section `difficulty`, the section `model` without `lora`, and of each stage its `rewards`. A path goes through lists
     and mappings. Reading anything else raises AttributeError, so a step cannot depend on a setting that its key does not hold.
 
-    Args:
-        config: the config.
-        reads: dotted paths, separated by spaces; a minus in front takes a setting away again.
-
     Raises:
         AttributeError: the config has no such setting.
     """
-    paths = reads.split()
-    kept, left_out = [path for path in paths if path[0] != "-"], [path[1:] for path in paths if path[0] == "-"]
-    part: Viewed = _part(config, _tree(kept), _tree(left_out))
-    return part
-
-
-def _tree(paths: Iterable[str]) -> Paths:
-    tree: Paths = {}
-    for path in paths:
-        below = tree
-        for name in path.split("."):
+    kept: Paths = {}
+    left_out: Paths = {}
+    for path in reads.split():
+        below = left_out if path[0] == "-" else kept
+        for name in path.removeprefix("-").split("."):
             below = below.setdefault(name, {})
-    return tree
+    part: Viewed = _part(config, kept, left_out)
+    return part
 
 
 def _part(value: Any, kept: Paths, left_out: Paths) -> Any:

@@ -117,9 +117,8 @@ class StageConfig(Section):
     name: Name
     """Name of the stage and of its child run in MLflow."""
     kind: WhatItTrainsOn[Kind] = "grpo"
-    """What the stage trains on. grpo: completions of the policy, weighted by their advantages. sft: demonstrations, by cross
-    entropy on the assistant's tokens. rejection: the best completions of the policy, by the same cross entropy; a cheap baseline
-    for GRPO."""
+    """What the stage trains on. grpo: completions of the policy, weighted by advantages. sft: demonstrations, by cross entropy on
+    the assistant's tokens. rejection: the best completions of the policy, by cross entropy; a cheap baseline for GRPO."""
     rewards: list[Name] = Field(default_factory=list)
     """Names of the reward functions of this stage. A stage of kind sft needs them for held-out evaluations only (eval_steps)."""
     demonstrations: WhatItTrainsOn[DemonstrationsConfig | None] = None
@@ -188,22 +187,19 @@ class StageConfig(Section):
     baseline: LossDetails[Literal["group_mean", "leave_one_out"]] = "group_mean"
     """Baseline of a reward: the mean of its group, or the mean of the other completions of its group (RLOO, arXiv:2402.14740)."""
     multi_objective_aggregation: LossDetails[Literal["sum_then_normalize", "normalize_then_sum"]] = "sum_then_normalize"
-    """How several reward functions become one advantage. sum_then_normalize: weighted sum, then scaled by scale_rewards.
-    normalize_then_sum: each scaled by its own standard deviation within the group, then the weighted sum is scaled by the
-    standard deviation of the rollout (GDPO)."""
+    """How several reward functions become one advantage. sum_then_normalize: weighted sum, then scale_rewards.
+    normalize_then_sum: each divided by its own deviation within the group, their weighted sum by that of the rollout (GDPO)."""
     beta: float = Field(0.0, ge=0.0)
     """Weight of the KL term in the loss. At 0 the loss needs no reference policy."""
     kl_every_steps: LossDetails[int] = Field(10, ge=0, le=10_000_000)
-    """Updates between two measurements of the KL when beta is 0, for the metric kl and its guard. Each costs a forward pass
-    without gradients. 0: never. When beta is above 0, every update measures it. Full fine-tuning with beta 0 has no reference
-    and never measures it."""
+    """Updates between two measurements of the KL when beta is 0, each a forward pass without gradients. 0: never. With beta above
+    0 every update measures it; full fine-tuning with beta 0 never does, having no reference."""
     reference: LossDetails[Literal["base", "stage_start"]] = "base"
     """Reference policy of the KL: the base model, or the policy that this stage starts from."""
     epsilon: LossDetails[float] = Field(0.2, gt=0.0)
     """Clip range of the probability ratio below 1."""
     epsilon_high: LossDetails[float | None] = Field(None, gt=0.0)
-    """Clip range of the ratio above 1. Empty: equal to epsilon. cispo requires it, as the cap of the ratio itself; a common
-    choice is 5."""
+    """Clip range of the ratio above 1. Empty: epsilon. cispo requires it, as the cap of the ratio itself, often 5."""
     delta: LossDetails[float | None] = Field(None, gt=0.0)
     """Upper bound of the ratio for negative advantages (two-sided clip). It must be above 1 + epsilon. Empty: none."""
     sapo_temperature_pos: LossDetails[float] = Field(1.0, gt=0.0)
@@ -217,8 +213,7 @@ class StageConfig(Section):
     mask_truncated_completions: LossDetails[bool] = False
     """Exclude completions that were cut off at the length limit from the loss."""
     skip_dead_groups: LossDetails[bool] = True
-    """Skip groups whose completions all earn the same: their policy gradient is zero. Off: compute them, so that they keep
-    their KL term."""
+    """Skip groups whose completions all earn the same. Off: compute them, for their KL term."""
     top_entropy_quantile: LossDetails[Fraction] = 1.0
     """Share of an update's tokens whose policy term counts: those of the highest entropy (arXiv:2506.01939; a common choice is
     0.2). Below 1 each update needs one more forward pass for the entropies."""
@@ -260,11 +255,9 @@ class StageConfig(Section):
     """Updates between two held-out evaluations: one completion per held-out prompt, scored by the stage's rewards
     (eval_reward). The last update has one too. Empty: none."""
     num_eval_prompts: LogsAndCheckpoints[int] = Field(64, ge=1, le=MOST_ROWS)
-    """Held-out prompts of these evaluations. They are taken from the opposite end of the held-out rows than those of section
-    evaluation."""
+    """Held-out prompts of these evaluations, from the other end of the held-out rows than those of section evaluation."""
     load_best_model_at_end: LogsAndCheckpoints[bool] = True
-    """With eval_steps: the result of the stage is the policy with the highest eval_reward, not the last one. A stage that ends
-    at its early_stop target keeps the last one."""
+    """With eval_steps: the result is the policy with the highest eval_reward, except after an early_stop target."""
     early_stopping_patience: LogsAndCheckpoints[int | None] = Field(None, ge=1, le=MOST_UPDATES)
     """End the stage after this many held-out evaluations without a higher eval_reward. Empty: never."""
     logging_steps: LogsAndCheckpoints[int] = Field(10, ge=1, le=MOST_UPDATES)
@@ -324,10 +317,13 @@ class StageConfig(Section):
     def _faults_of_batches(self) -> Iterator[str]:
         completions = self.completions_per_update
         if completions % self.group_size:
+            size, groups = self.num_generations, max(1, round(completions / self.num_generations))
+            per_pass, rest = divmod(groups * size, self.gradient_accumulation_steps)
+            fix = f"{size} with gradient_accumulation_steps: {groups}" if rest else f"{per_pass}"
             yield (
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
-                f"num_generations {self.num_generations}; fix: {_nearest_batch(self)}"
+                f"num_generations {size}; fix: per_device_train_batch_size: {fix}"
             )
         if completions > MOST_COMPLETIONS:
             yield f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}"
@@ -383,31 +379,20 @@ class StageConfig(Section):
         return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.group_size
 
 
-def _nearest_batch(stage: StageConfig) -> str:
-    groups = max(1, round(stage.completions_per_update / stage.num_generations))
-    wanted = groups * stage.num_generations
-    if wanted % stage.gradient_accumulation_steps == 0:
-        return f"per_device_train_batch_size: {wanted // stage.gradient_accumulation_steps}"
-    return f"per_device_train_batch_size: {stage.num_generations} with gradient_accumulation_steps: {groups}"
-
-
 class DifficultyConfig(Section):
     """How hard the training prompts are for the model, known before training."""
 
     samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
-    """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
-    starts from. 0: nothing is measured. 8 is a common choice."""
+    """Completions of every training prompt that measure its pass rate before the first stage. 0: none. 8 is a common choice."""
     screen: int = Field(0, ge=0, le=MOST_COMPLETIONS)
     """Completions of every prompt that are sampled first. A prompt that none of them solves gets no more, and its pass rate is 0.
     This saves most of the measurement where many prompts are out of reach. A prompt that is solved once in ten tries fails a
     screening of 2 four times in five. 0: all prompts get all samples."""
     success: Fraction = 0.8
-    """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
-    (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and
-    forgives small losses of graded functions."""
+    """Share of the full reward, the weighted sum of the full scores of the functions that apply, from which a completion counts
+    as solved. The default needs the right answer in the right format."""
     pass_rate_column: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
-    """Column of the data with pass rates between 0 and 1, which are then used instead of measured ones. A row without a value has
-    no known pass rate and is kept."""
+    """Column with pass rates between 0 and 1, used instead of measured ones. A row without a value is kept."""
     min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
 

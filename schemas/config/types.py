@@ -72,7 +72,6 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000), AfterValidator(_inside)]
 """A path, a hub id or a URL."""
 OutputFolder = Annotated[Path, AfterValidator(_outside_of_the_system)]
-"""A folder that is written to: neither the root of the disk nor one of the kernel's, but for its memory in /dev/shm."""
 Url = Annotated[Address, AfterValidator(_url)]
 StoreUrl = Annotated[Url, AfterValidator(_store)]
 MlflowName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_registrable)]
@@ -82,24 +81,17 @@ TagName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}
 
 # Upper bounds. They are generous to any real run, and far below the values at which a typing error (10**12 updates, bytes instead
 # of tokens) fills the memory, overflows a timer or trains for a thousand years.
-MOST_UPDATES = 10_000_000
-"""A year of updates, three seconds each."""
-MOST_COMPLETIONS = 1_000_000
-"""In one batch, rollout or group."""
-MOST_TOKENS = 10_000_000
-"""The longest contexts of 2026."""
-MOST_ROWS = 1_000_000_000
-"""Rows of a table, or tokens of a batch."""
-MOST_PROCESSES = 4_096
-"""Processes or threads on one machine."""
+MOST_UPDATES = 10_000_000  # a year of updates, three seconds each
+MOST_COMPLETIONS = 1_000_000  # in one batch, rollout or group
+MOST_TOKENS = 10_000_000  # the longest contexts of 2026
+MOST_ROWS = 1_000_000_000  # or tokens of a batch
+MOST_PROCESSES = 4_096  # or threads
 MOST_TIMES = 1_000
-"""Repetitions."""
-LONGEST_S = 1_000_000.0
-"""Eleven days in seconds. The timers of the system overflow at 24 days."""
+LONGEST_S = 1_000_000.0  # eleven days; the timers of the system overflow at 24
 
 
 def _json_value(value: Any, name: str = "") -> Any:
-    """Accept values that JSON can hold: settings travel to child processes, MLflow and Prefect's form as JSON."""
+    # Settings travel to child processes, MLflow and Prefect's form as JSON.
     if isinstance(value, dict):
         for key, item in value.items():
             _json_value(item, f"{name}.{key}" if name else str(key))
@@ -114,4 +106,3 @@ def _json_value(value: Any, name: str = "") -> Any:
 
 
 FreeSettings = Annotated[dict[str, Any], AfterValidator(_json_value)]
-"""Settings that another library checks."""

@@ -1,8 +1,4 @@
-"""Results that steps hand to each other and leave on disk: frozen, as JSON, never pickled.
-
-A result says where its files are (`directory`) and which content made it (`key`). Two results with the same key come from the
-same inputs and the same code. Durations are recorded but do not count in the key.
-"""
+"""Results that steps hand to each other and leave on disk: frozen, as JSON, never pickled."""
 
 import hashlib
 import json
@@ -22,13 +18,13 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def save(self, path: Path) -> None:
-        """Write as JSON, atomically: a reader never sees an incomplete file."""
+        """Write as JSON; a reader never sees an incomplete file."""
         part = path.with_name(path.name + ".part")
         part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         part.replace(path)
 
     def headline(self) -> str:
-        """What came out, in a few words for a list of runs; empty when there is nothing to say."""
+        """What came out, in a few words for a list of runs."""
         return ""
 
     @classmethod
@@ -58,8 +54,7 @@ class Section:
     text: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    right: Sequence[str] = ()
-    """Columns with numbers."""
+    right: Sequence[str] = ()  # columns with numbers
     quotes: Mapping[str, str] = field(default_factory=dict)
     """Texts that are shown as they are, by what they are."""
 
@@ -68,7 +63,7 @@ class OutputFile(Result):
     """One output file of a step."""
 
     path: str
-    """Path relative to the folder of the step, with slashes."""
+    """Relative to the folder of the step, with slashes."""
     bytes: int
     sha256: str
 
@@ -80,20 +75,19 @@ class StepResult(Result):
     """Files and folders that later steps read. Their contents count in the keys of those steps."""
 
     key: str
-    """Content key of the step: a hash of its inputs and of the code it reaches."""
+    """Content key of the step: a hash of its inputs and of the code it reaches. Durations do not count in it."""
     directory: Path
     seconds: float
     manifest: tuple[OutputFile, ...] = ()
-    """All output files. Empty until the step ends."""
     seal: str = ""
-    """SHA-256 of all other fields. Empty until the step ends."""
+    """SHA-256 of all other fields. It and the manifest are empty until the step ends."""
 
     def section(self) -> str:
-        """What the report of the run and the command line say about it, as Markdown; empty where they know the result."""
+        """What the report and the command line say about it, as Markdown; empty where they know the result."""
         return ""
 
     def sealed(self, manifest: tuple[OutputFile, ...]) -> Self:
-        """The result of a finished step, with its manifest and a seal that detects a change of the saved file."""
+        """The result of a finished step, with a seal that detects a change of the saved file."""
         unsealed = self.model_copy(update={"manifest": manifest, "seal": ""})
         return unsealed.model_copy(update={"seal": unsealed._digest()})
 
@@ -112,8 +106,7 @@ class StepResult(Result):
     def moved_to(self, directory: Path) -> Self:
         """The result after its folder was moved, alone or with the folders around it: all paths that moved with it change.
 
-        A result names files of other steps too. What the old and the new path have in common at their end, OUTPUT_DIR/NAME/STEP/
-        FOLDER at most, has moved as a whole.
+        What both paths have in common at their end, OUTPUT_DIR/NAME/STEP/FOLDER at most, has moved as a whole.
         """
         before, now = self.directory.parts, directory.parts
         same = next((n for n in range(4) if n >= min(len(before), len(now)) - 1 or before[-n - 1] != now[-n - 1]), 4)

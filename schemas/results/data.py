@@ -20,13 +20,13 @@ class SourceFile(Result):
     encoding: str = ""
     delimiter: str = ""
     unit: Literal["line", "row", "record"] = "line"
-    """What the numbers of its rows count: lines of a text file, rows of a table, records of a JSON array."""
+    """What the numbers of its rows count."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of its first row, renamed as configured."""
+    """Of its first row, renamed as configured."""
     with_answer: int = 0
     """Rows that have the answer column, or a reply of the assistant in its place."""
     from_messages: int = 0
-    """Rows whose prompt is the column `messages`, without the reply at its end."""
+    """Rows whose prompt is the column `messages`."""
 
 
 class PreparedData(StepResult):
@@ -78,10 +78,10 @@ class DataReport(StepResult):
     rows: int
     quarantined: int
     duplicates: int = 0
-    """Number of rows that were left out because they repeat an earlier one (data.duplicates: drop)."""
+    """Rows that were left out because they repeat an earlier one."""
     format: PromptFormat = "conversational"
     tasks: list[TaskRows] = Field(default_factory=list)
-    """Accepted rows of each task; empty when the data has a single task."""
+    """Empty when the data has a single task."""
     train_rows: int
     eval_rows: int
     rules: list[RuleCount]
@@ -91,7 +91,7 @@ class DataReport(StepResult):
     sources: list[SourceFile]
 
     def headline(self) -> str:
-        """How many rows were read, and what became of them."""
+        """What became of the rows."""
         rejected = f", {self.quarantined:,} rejected" if self.quarantined else ""
         return f"{self.rows:,} rows read: {self.train_rows:,} to train on, {self.eval_rows:,} held out{rejected}"
 
@@ -130,14 +130,13 @@ class LabCheck(Result):
     place: str = ""
     probe: str = ""
     """Kind of completion: perfect, empty, tag_stuffed ..."""
-    completion: str = ""
-    """The completion, shortened to 200 characters."""
+    completion: str = ""  # shortened to 200 characters
     source: str = ""
     """File, line and function of the user's code that an exception came from."""
     arguments: str = ""
     """Types and sizes of the arguments of the call that raised."""
     fix: str = ""
-    """What to do, where the finding says more than its check does."""
+    """Where the finding says more than its check does."""
 
 
 class SignalForecast(Result):
@@ -150,7 +149,7 @@ class SignalForecast(Result):
     mean_reward: float
     mean_reward_std: float
     pass_rates: list[int] = Field(default_factory=list)
-    """Sampled prompts by the share of their completions that are solved, in the bins of difficulty.py BINS."""
+    """Sampled prompts by the share of their completions that are solved, in the bins of evaluation.py BINS."""
 
     @property
     def never_or_always(self) -> float:

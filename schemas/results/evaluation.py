@@ -38,7 +38,7 @@ class EvalReport(StepResult):
     """Unbiased pass@k of strictly right answers for k = 1, 2, 4 ... up to num_samples."""
 
     def headline(self) -> str:
-        """The main figures that were measured."""
+        """The main figures."""
         shown = [
             f"{name.replace('_', ' ')} {figure_text(name, self.metrics[name].value)}" for name in _SHOWN if name in self.metrics
         ]
@@ -53,8 +53,7 @@ class EvalReport(StepResult):
 class PairedTest(Result):
     """Paired test of a model against another one on the same prompts."""
 
-    against: str
-    """base or champion."""
+    against: str  # base or champion
     metric: str
     prompts: int
     difference: float
@@ -79,23 +78,21 @@ class GuardCheck(Result):
 
     name: str
     metric: str
-    against: str
-    """base or champion."""
+    against: str  # base or champion
     prompts: int
     ours: float
     theirs: float
     change: float
     """Mean over prompts of our metric minus theirs."""
     limit: str
-    """The limits in words, for example `a drop of 0.02`."""
+    """In words, for example `a drop of 0.02`."""
     p_value: float
-    """One-sided p-value of a change in the direction that is limited, by the paired test of the promotion."""
+    """One-sided, of a change in the direction that is limited, by the paired test of the promotion."""
     passed: bool
     worse: list[Worse]
     """The prompts that got worst, at most three; empty when the guard passed."""
 
     def __str__(self) -> str:
-        """The guard in one line."""
         return (
             f"guard {self.name}: {self.metric} {self.theirs:.4g} -> {self.ours:.4g} against the {self.against} over "
             f"{self.prompts} prompts, p = {self.p_value:.2g}, limit {self.limit}"
@@ -103,7 +100,7 @@ class GuardCheck(Result):
 
 
 def guard_sections(guards: Sequence[GuardCheck]) -> list[Section]:
-    """A table of all guards, then the examples of those that failed; nothing when there are no guards."""
+    """A table of all guards, then the examples of those that failed."""
     rows = []
     for one in guards:
         figures = [f"{one.theirs:.4g}", f"{one.ours:.4g}", one.limit, f"{one.p_value:.2g}"]
@@ -121,8 +118,7 @@ class Regression(Result):
     """A metric in which a new model may be worse than the previous one only within a limit."""
 
     metric: str
-    against: str
-    """base, champion, or the last stage."""
+    against: str  # base, champion, or the last stage
     ours: float
     theirs: float
     limit: float
@@ -132,7 +128,6 @@ class Regression(Result):
     """Of the paired test whether the merge lost something; None for a check with a fixed limit."""
 
     def __str__(self) -> str:
-        """The check in one line."""
         if self.p_value is not None:
             return (
                 f"the merge lost {self.metric}: {self.ours:.4g} against {self.theirs:.4g} of {self.against} before it, "
@@ -142,14 +137,12 @@ class Regression(Result):
 
 
 BINS = ("never solved", "up to 25 %", "25 to 50 %", "50 to 75 %", "75 to 100 %", "always solved")
-"""Headings of a histogram of pass rates; an upper bound belongs to its bin."""
-
 CONFIDENCE = 0.95
 """Confidence level of the intervals of pass rates."""
 
 
 def histogram(rates: Iterable[float]) -> list[int]:
-    """How many pass rates fall into each of `BINS`."""
+    """How many pass rates fall into each of `BINS`, whose upper bounds belong to them."""
     counts = [0] * len(BINS)
     for rate in rates:
         counts[0 if rate == 0.0 else len(BINS) - 1 if rate == 1.0 else min(4, math.ceil(rate * 4))] += 1
@@ -163,11 +156,10 @@ class StageDifficulty(Result):
     prompts: int
     """Prompts with a known pass rate."""
     mean: Interval | None
-    """Mean pass rate over these prompts; None where there are none."""
+    """None where there are none."""
     never_solved: int
     always_solved: int
     histogram: list[int]
-    """Prompts by pass rate, in the bins of BINS."""
 
 
 class DifficultyReport(StepResult):
@@ -177,7 +169,7 @@ class DifficultyReport(StepResult):
     OUTPUTS: ClassVar[tuple[str, ...]] = ("pass_rates.parquet",)
 
     label: str
-    """Stage whose start was measured; start for the start of the first stage."""
+    """Stage whose start was measured; start: that of the first stage."""
     origin: Literal["measured", "column"]
     samples: int
     """Completions per prompt; 0 where a column of the data holds the rates."""
@@ -188,12 +180,12 @@ class DifficultyReport(StepResult):
     stages: list[StageDifficulty]
 
     def headline(self) -> str:
-        """The mean pass rate of each stage."""
+        """Mean pass rates of the stages."""
         known = [f"{stage.stage} {stage.mean.value:.1%}" for stage in self.stages if stage.mean is not None]
         return f"mean pass rate: {', '.join(known) or 'unknown'}"
 
     def sections(self) -> list[Section]:
-        """How the pass rates were measured, and how many prompts have which."""
+        """How they were measured, and how many prompts have which."""
         screened = f", {self.screen} where none of the first {self.screen} is solved" if self.screen else ""
         measured = (
             f"{self.samples} completions of each training prompt{screened}. A completion is solved when its reward reaches "
@@ -209,5 +201,5 @@ class DifficultyReport(StepResult):
 
     @property
     def pass_rates(self) -> Path:
-        """The table of pass rates, one line for each stage and prompt."""
+        """The table of pass rates."""
         return self.directory / "pass_rates.parquet"

@@ -15,13 +15,11 @@ from schemas.results.base import Result, Section, StepResult
 class ModelRef(Result):
     """A model to load: base weights, with or without an adapter."""
 
-    path: str
-    """Local folder, hub id or `embedded:` name."""
+    path: str  # local folder, hub id or `embedded:` name
     revision: str | None = None
     adapter: Path | None = None
-    """Folder of a PEFT adapter for the base."""
     sha256: str | None = None
-    """Expected hash of the adapter's folder, or of the model's folder if there is no adapter. It is compared before each use."""
+    """Expected hash of the adapter's folder, or else of the model's. It is compared before each use."""
 
 
 class KeptPrompts(Result):
@@ -32,14 +30,11 @@ class KeptPrompts(Result):
     low: float
     high: float
     never_solved: int
-    """Prompts left out because no completion was solved: too hard for now, or with a wrong ground truth."""
-    below: int
-    """Prompts left out whose pass rate is above 0 and below `low`."""
-    above: int
-    """Prompts left out whose pass rate is above `high` and below 1."""
+    """Left out because no completion was solved: too hard for now, or with a wrong ground truth."""
+    below: int  # pass rate above 0 and below `low`
+    above: int  # pass rate above `high` and below 1
     always_solved: int
-    unknown: int
-    """Prompts without a pass rate, which are kept."""
+    unknown: int  # kept
 
     @property
     def left_out(self) -> int:
@@ -68,7 +63,7 @@ class StageResult(StepResult):
     stage: str
     model: ModelRef
     sha256: str
-    """Hash of the trained weights: adapter_model.safetensors, or the model's own file after full fine-tuning."""
+    """Of the trained weights: adapter_model.safetensors, or the model's own file after full fine-tuning."""
     steps: int
     stopped: Literal["max_steps", "target", "plateau"]
     best_step: int | None = None
@@ -77,10 +72,10 @@ class StageResult(StepResult):
     metrics: dict[str, float]
     """Means over the last updates, at most ten."""
     kept: KeptPrompts | None = None
-    """The prompts that it trained on, by their pass rates; None where no pass rates were known."""
+    """None where no pass rates were known."""
 
     def headline(self) -> str:
-        """How the stage ended, and the reward at its end."""
+        """How the stage ended."""
         reward = f", reward {self.metrics[REWARD]:.3f}" if REWARD in self.metrics else ""
         return f"{self.stage}: {self.steps} updates, stopped by {self.stopped}{reward}"
 
@@ -91,13 +86,12 @@ class StructureSpec(Result):
     path: str
     revision: str | None = None
     lora: LoraConfig | None
-    """The adapter that it is to get; None: none."""
     longest: int
     """Tokens of the longest prompt with the longest completion."""
 
 
 class StructureNotes(Result):
-    """What the check found that is worth saying."""
+    """What the check found."""
 
     notes: list[str]
 
@@ -120,7 +114,7 @@ class Sampling(Result):
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Self:
-        """The sampling of a run's rollouts."""
+        """The sampling of a run."""
         return cls.model_validate({name: getattr(rollout, name) for name in cls.model_fields})
 
 
@@ -133,19 +127,16 @@ class MergeSpec(Result):
     """Held-out chats for the proof."""
     max_new_tokens: int
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Defaults that the chat template of the merged model gets."""
+    """Defaults that the chat template of the merged model gets, as it gets the next two."""
     system_prompt: str | None = None
-    """System prompt that its chat template gets, for conversations without a system message."""
     sampling: Sampling = Field(default_factory=Sampling)
-    """How the merged model generates unless it is asked otherwise: as it was trained."""
 
 
 class GreedyAnswer(Result):
-    """What the merged model answers to a held-out prompt, always taking the likeliest token."""
+    """What the merged model answers to a held-out prompt, without special tokens, always taking the likeliest token."""
 
     messages: list[dict[str, str]]
     text: str
-    """Without special tokens; at most as long as the proof's completions."""
 
 
 def percent(share: float) -> str:
@@ -161,7 +152,6 @@ class RefusedPrecision(Result):
 
     dtype: MergedDtype
     kept_weights: float
-    """As in `MergeFigures`."""
     kept: float | None = None
     """As in `MergeFigures`; None where the weights decided."""
     reason: str
@@ -200,7 +190,7 @@ class MergeFigures(Result):
     refused: list[RefusedPrecision] = Field(default_factory=list)
     """Shorter precisions that model.merged_dtype: auto tried before."""
     answers: list[GreedyAnswer] = Field(default_factory=list)
-    """Answers to the first prompts. A published model must give the same (grpo_tasks/tracking/proof.py)."""
+    """To the first prompts. A published model must give the same (grpo_tasks/tracking/proof.py)."""
 
     def choice(self) -> str:
         """The precision, what it keeps, and why no shorter one was taken."""
@@ -215,10 +205,10 @@ class MergeProof(StepResult, MergeFigures):
 
     model: ModelRef
     policy: ModelRef
-    """What was merged: the base and its adapter, or a model that was trained in full."""
+    """What was merged."""
 
     def headline(self) -> str:
-        """In which precision the model was merged, how much of the training it keeps, and why."""
+        """Precision, what it keeps of the training, and why."""
         return f"merged in {self.choice()}"
 
     def sections(self) -> list[Section]:

@@ -24,11 +24,11 @@ class Lineage(Result):
     adapter_sha256: str
     data_digest: str
     config_sha256: str
-    """Hash of the config (without tracking and resources) and of the data, models and reward files it names."""
+    """Of the config (without tracking and resources) and of the data, models and reward files it names."""
     code_sha256: str
-    """Hash of our code without comments and docstrings."""
+    """Of our code without comments and docstrings."""
     reward_sha256: str
-    """Hash of the reward functions, built-in ones and the user's own."""
+    """Of the reward functions, built-in ones and the user's own."""
     commit: str
     dirty: bool
     python: str
@@ -49,7 +49,7 @@ class Reproduction(Result):
     """What differs from the original run: commit, packages, data."""
 
     def headline(self) -> str:
-        """Whether the adapter is the recorded one."""
+        """Identical or not."""
         return f"{self.of.name} version {self.of.version}: the adapter {'is identical' if self.same else 'differs'}"
 
 
@@ -62,7 +62,7 @@ class Approval(Result):
 
     decision: Literal["pending", "promote", "reject"]
     champion: str = ""
-    """Version of the champion that the version was compared with; empty when there was none."""
+    """Version of the champion that it was compared with."""
     by: str = ""
     note: str = ""
     time: str = ""
@@ -90,7 +90,7 @@ class Publication(StepResult):
     """What kept the version from being promoted apart from tests, checks and guards: a person, or another champion."""
 
     def headline(self) -> str:
-        """The decision about the version."""
+        """The verdict and its reason."""
         return f"{self.verdict()}: {self.reason.removeprefix(WAITS)}"
 
     def verdict(self) -> str:
@@ -101,7 +101,7 @@ class Publication(StepResult):
 
     @property
     def deciding_test(self) -> PairedTest | None:
-        """The test that the version failed, or else the last one; None without tests."""
+        """The test that the version failed, or else the last one."""
         failed = [test for test in self.tests if not test.better and not self.champion]
         return next(iter([*failed, *self.tests[-1:]]), None)
 
@@ -125,7 +125,7 @@ class PublishedFacts(Result):
 
     @classmethod
     def of(cls, publication: Publication) -> Self:
-        """The decision of a publication."""
+        """Those of a publication."""
         return cls.model_validate(publication.model_dump(include=set(cls.model_fields)))
 
     def sections(self, alpha: float) -> list[Section]:
@@ -163,14 +163,14 @@ class Trained(Result):
     """Base, stages, merged model. The one before the last is of the policy as it was trained."""
     guards: list[GuardData]
     lab: LabReport | None = None
-    """None where an adapter from elsewhere was merged, which was not trained here."""
+    """None where an adapter from elsewhere was merged."""
     difficulty: DifficultyReport | None = None
     stages: list[StageResult] = Field(default_factory=list)
     sections: dict[str, str] = Field(default_factory=dict)
-    """What further steps have to say in the report, by step (Markdown)."""
+    """Of further steps in the report, by step (Markdown)."""
 
     def results(self) -> list[StepResult]:
-        """The results of all steps, in the order of the run."""
+        """Those of all steps, in the order of the run."""
         made = [self.data, *self.guards, self.lab, self.difficulty, *self.stages, self.merged, *self.evaluations]
         return [result for result in made if result is not None]
 
@@ -183,7 +183,7 @@ class PipelineResult(Result):
     report: Path
 
     def headline(self) -> str:
-        """The decision with the figure that it was made by, of the rival and of the new model, and with what stood in its way."""
+        """The decision with the figure behind it, of the rival and of the new model, and with what stood in its way."""
         merged = next((one.metrics for one in self.evaluations if one.label == "merged"), {})
         test = self.publication.deciding_test
         if test is None or test.metric not in merged:
@@ -195,7 +195,7 @@ class PipelineResult(Result):
         return "; ".join([said, *self.publication.causes()])
 
     def comparison(self) -> str:
-        """The summary of the report, in Markdown: what a person needs to decide about the version."""
+        """What a person needs to decide about the version: the summary of the report, in Markdown."""
         summary = self.report.with_suffix(".md")
         return f"{self.headline()}\n\n{summary.read_text(encoding='utf-8')}" if summary.exists() else self.headline()
 
@@ -211,5 +211,5 @@ class RetrainResult(Result):
     """The headline of the pipeline, if it ran."""
 
     def headline(self) -> str:
-        """Why nothing was trained, or what the training brought."""
+        """What the training brought, or why there was none."""
         return self.summary or self.reason

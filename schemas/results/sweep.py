@@ -15,9 +15,9 @@ class Pruning(Result):
     """How a stage that belongs to a sweep compares itself with the other runs."""
 
     folder: Path
-    """Folder of the run in the sweep. The folders of the other runs lie beside it."""
+    """Of the run in the sweep. Those of the other runs lie beside it."""
     family: str
-    """Runs whose held-out rewards mean the same have the same family: data, rewards and sampling are equal."""
+    """The same for runs with equal data, rewards and sampling: their held-out rewards mean the same."""
     min_siblings: int | None
     """Fewest other runs to compare with. None: the stage publishes its evaluations, but is never pruned."""
     same_seed: bool
@@ -28,14 +28,14 @@ class Curve(Result):
     """The held-out evaluations of one stage of one run, for the other runs of the sweep."""
 
     key: str
-    """Content key of the stage. Runs that share a stage have one curve."""
+    """Of the stage. Runs that share a stage have one curve."""
     seed: int
     family: str
     values: dict[int, float]
     """Update -> held-out reward."""
 
     def best(self, step: int) -> float | None:
-        """The highest held-out reward up to an update; None if the stage has not been evaluated at it, or later."""
+        """The highest held-out reward up to an update; None before an evaluation at it, or later."""
         if max(self.values, default=0) < step:
             return None
         return max((value for at, value in self.values.items() if at <= step), default=None)
@@ -44,8 +44,7 @@ class Curve(Result):
 class VariantSpec(Result):
     """What the process of one run of a sweep is told."""
 
-    number: int
-    """From 1, in the order of the grid."""
+    number: int  # from 1, in the order of the grid
     label: str
     """The values that are its own, such as `learning_rate 1e-5, seed 42`."""
     key: str
@@ -56,7 +55,6 @@ class VariantSpec(Result):
     parent_run_id: str
     pruning: Pruning
     prefect_api: str | None
-    """Address of the Prefect server of the sweep."""
 
 
 class VariantEnd(Result):
@@ -74,7 +72,7 @@ class VariantEnd(Result):
     flow_run_id: str = ""
 
     def headline(self) -> str:
-        """The deciding figure, or why there is none."""
+        """The deciding figure, or why there is none to show."""
         if self.state != "finished":
             return f"{self.state}: {self.reason}"
         return f"{self.metric.replace('_', ' ')} {figure_text(self.metric, self.figures[self.metric].value)}"
@@ -86,10 +84,9 @@ class SweepLine(Result):
     number: int
     label: str
     settings: dict[str, str]
-    """Path of a setting -> its value, as they were given."""
+    """Path of a setting -> its value, as given."""
     seed: int
     end: VariantEnd | None = None
-    """None: it has not ended yet."""
 
 
 class SweepResult(Result):
@@ -100,7 +97,7 @@ class SweepResult(Result):
     experiment_id: str
     tracking_uri: str
     computed: int = 0
-    """Runs that this command started. The others had ended before."""
+    """Runs that this command started."""
     publish: str = ""
     """The command that trains nothing again and offers the best run for promotion."""
 
@@ -110,7 +107,7 @@ class SweepResult(Result):
 
     @property
     def best(self) -> SweepLine | None:
-        """The finished run with the highest deciding figure; of several, the first. None while no run has finished."""
+        """The finished run with the highest deciding figure; of several, the first."""
         finished = [(line, line.end) for line in self.lines if line.end is not None and line.end.state == "finished"]
         ranked = [(end.figures[end.metric].value, -line.number, line) for line, end in finished]
         return max(ranked, default=(0.0, 0, None))[2]

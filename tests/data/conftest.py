@@ -1,16 +1,12 @@
 """Fixtures of the data tests: a real tokenizer and real files."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import orjson
 import polars as pl
 import pytest
 
-from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
-from grpo_tasks.data.judge import RowVerdict, judge
-from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.judge import judge
+from grpo_tasks.data.sources import ROWS, load_sources
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 
@@ -18,15 +14,15 @@ STAGE = {"name": "format", "rewards": ["format"]}
 
 
 @pytest.fixture(scope="session")
-def counter() -> TokenCounter:
+def counter():
     return load_counter(ModelConfig())
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
+def write(tmp_path):
     """Writes rows (dicts, or bytes as they are) as a JSONL file and returns its path."""
 
-    def write_rows(*rows: dict[str, Any] | bytes, name: str = "rows.jsonl") -> str:
+    def write_rows(*rows, name="rows.jsonl"):
         lines = [row if isinstance(row, bytes) else orjson.dumps(row) for row in rows]
         path = tmp_path / name
         path.write_bytes(b"\n".join(lines) + b"\n")
@@ -36,13 +32,24 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def verdict_on(tmp_path: Path, counter: TokenCounter) -> Callable[..., RowVerdict]:
+def verdict_on(tmp_path, counter):
     """Loads and judges data sources; keyword arguments are the sections of a config."""
 
-    def judge_sources(data: dict[str, Any], count: TokenCounter = counter, **sections: Any) -> RowVerdict:
+    def judge_sources(data, count=counter, **sections):
         config = RunConfig.model_validate({"data": data, "stages": [STAGE], **sections})
-        loaded = load_sources(config.data, directory=tmp_path)
-        rows = pl.read_parquet(loaded.path)
+        load_sources(config.data, directory=tmp_path)
+        rows = pl.read_parquet(tmp_path / ROWS)
         return judge(rows, config=config, counter=count, markers=count.special_tokens)
 
     return judge_sources
+
+
+@pytest.fixture
+def judged(write, verdict_on):
+    """The verdict on the rows of a file; keyword arguments are held-out rows, and settings of the section data."""
+
+    def judge_rows(*rows, held=(), **data):
+        held_out = {"eval": [{"path": write(*held, name="held.jsonl")}]} if held else {}
+        return verdict_on({"train": [{"path": write(*rows)}], **held_out, **data})
+
+    return judge_rows

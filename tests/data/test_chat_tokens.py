@@ -3,21 +3,19 @@
 import copy
 import subprocess
 import sys
-from pathlib import Path
 
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 from schemas.tables import MESSAGES
-
-Chat = list[dict[str, str]]
 
 TEMPLATES = {
     "trims": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}",
@@ -28,7 +26,7 @@ TEMPLATES = {
     "refuses system": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}",
 }
 
-SHAPES: list[Chat] = [
+SHAPES = [
     [{"role": "user", "content": "What is 15 + 27?"}],
     [{"role": "user", "content": "  blanks </think> around \n"}],
     [{"role": "system", "content": "be short"}, {"role": "user", "content": "a “quote” ﷺ"}],
@@ -36,64 +34,55 @@ SHAPES: list[Chat] = [
 ]
 
 
-def with_template(counter: TokenCounter, template: str) -> TokenCounter:
+def with_template(counter, template):
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.chat_template = template
     return TokenCounter(tokenizer)
 
 
-def column(chats: list[Chat] | list[Chat | None]) -> pl.Series:
+def column(chats):
     return pl.Series("prompt", chats, dtype=MESSAGES)
 
 
-def test_count_is_the_number_of_tokens_the_trainer_gets(counter: TokenCounter) -> None:
+def test_count_is_the_number_of_tokens_the_trainer_gets(counter):
     transformers = pytest.importorskip("transformers")
-    chat = pytest.importorskip("grpo_tasks.policy.chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("embedded:base"))
-    wanted = [len(chat.prompt_ids(tokenizer, messages)) for messages in SHAPES]
+    wanted = [len(prompt_ids(tokenizer, messages)) for messages in SHAPES]
     assert counter.count(SHAPES) == wanted
     assert counter.count_column(column(SHAPES)).to_list() == wanted
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
-def test_column_is_rendered_as_each_chat_is(counter: TokenCounter, template: str) -> None:
+def test_column_is_rendered_as_each_chat_is(counter, template):
     other = with_template(counter, template).template
     assert other.render_column(column(SHAPES)).to_list() == [other.render_all([chat])[0] for chat in SHAPES]
 
 
 @settings(max_examples=50)
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=5), st.none() | st.text(max_size=20))
-def test_any_text_is_rendered_and_counted_the_same_either_way(
-    counter: TokenCounter, texts: list[str], system: str | None
-) -> None:
+def test_any_text_is_rendered_and_counted_the_same_either_way(counter, texts, system):
     opening = [] if system is None else [{"role": "system", "content": system}]
     chats = [[*opening, {"role": "user", "content": text}] for text in texts]
     assert counter.template.render_column(column(chats)).to_list() == counter.template.render_all(chats)
     assert counter.count_column(column(chats)).to_list() == counter.count(chats)
 
 
-def test_template_that_inserts_text_unchanged_has_a_frame(counter: TokenCounter) -> None:
-    assert counter.template.frame(None) is not None
-    assert with_template(counter, TEMPLATES["trims"]).template.frame(None) is None
-
-
-def test_many_different_system_messages_are_rendered_row_by_row(counter: TokenCounter) -> None:
+def test_many_different_system_messages_are_rendered_like_one(counter):
     chats = [[{"role": "system", "content": f"you are {n}"}, {"role": "user", "content": "q"}] for n in range(40)]
     assert counter.template.render_column(column(chats)).to_list() == counter.template.render_all(chats)
 
 
-def test_refused_and_absent_chats_have_no_count(counter: TokenCounter) -> None:
+def test_refused_and_absent_chats_have_no_count(counter):
     counts = with_template(counter, TEMPLATES["refuses system"]).count_column(column([*SHAPES, None])).to_list()
     assert [count is None for count in counts] == [False, False, True, False, True]
+    assert counter.count_column(column([]), limit=5).to_list() == []
     with pytest.raises(ModelError, match="refuses"):
         with_template(counter, TEMPLATES["refuses system"]).count(SHAPES)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=80), min_size=1, max_size=6), st.integers(1, 120))
-def test_upper_bound_is_never_below_the_count_and_hides_no_long_prompt(
-    counter: TokenCounter, texts: list[str], limit: int
-) -> None:
+def test_upper_bound_is_never_below_the_count_and_hides_no_long_prompt(counter, texts, limit):
     chats = column([[{"role": "system", "content": "be short"}, {"role": "user", "content": text}] for text in texts])
     exact, bound = counter.count_column(chats), counter.count_column(chats, limit=limit)
     assert (bound >= exact).all()
@@ -101,18 +90,7 @@ def test_upper_bound_is_never_below_the_count_and_hides_no_long_prompt(
     assert ((bound == exact) | (bound <= limit)).all()
 
 
-def test_empty_column_is_counted(counter: TokenCounter) -> None:
-    assert counter.count_column(column([]), limit=5).to_list() == []
-    assert counter.count_column(column([None])).to_list() == [None]
-
-
-def test_stop_strings_and_ids_of_the_tokenizer_pass(counter: TokenCounter) -> None:
-    counter.check_stops(
-        RolloutConfig(stop=["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], stop_token_ids=[len(counter.tokenizer) - 1])
-    )
-
-
-def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path: Path) -> None:
+def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "yes": 1, "no": 2}, unk_token="<unk>"))
@@ -126,18 +104,17 @@ def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path: Path) -> 
         counter.check_stops(RolloutConfig(stop=["</answer>"]))
 
 
-def test_stop_token_id_beyond_the_vocabulary_is_refused(counter: TokenCounter) -> None:
-    with pytest.raises(ConfigError, match=f"no token {len(counter.tokenizer)}"):
-        counter.check_stops(RolloutConfig(stop_token_ids=[len(counter.tokenizer)]))
+def test_only_stop_strings_and_ids_of_the_tokenizer_pass(counter):
+    stops, size = ["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], len(counter.tokenizer)
+    counter.check_stops(RolloutConfig(stop=stops, stop_token_ids=[size - 1]))
+    with pytest.raises(ConfigError, match=f"no token {size}"):
+        counter.check_stops(RolloutConfig(stop_token_ids=[size]))
 
 
-def test_folder_without_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_or_chat_template_is_an_error(tmp_path, counter):
     with pytest.raises(ModelError) as caught:
         load_counter(ModelConfig(path=str(tmp_path)))
     assert str(tmp_path) in caught.value.place
-
-
-def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: TokenCounter) -> None:
     bare = copy.deepcopy(counter.tokenizer)
     bare.chat_template = None
     bare.save_pretrained(tmp_path)
@@ -146,7 +123,7 @@ def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: To
 
 
 @pytest.mark.slow
-def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> None:
+def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker():
     code = """
 import sys
 import grpo_tasks.data.sources, grpo_tasks.data.judge, grpo_tasks.data.validation, grpo_tasks.data.table
@@ -160,20 +137,20 @@ print(sorted({"torch", "prefect", "mlflow", "datasets"} & set(sys.modules)))
 
 
 @pytest.fixture(scope="module")
-def searching(counter: TokenCounter) -> TokenCounter:
+def searching(counter):
     """A tokenizer with an added special token."""
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<search>"]})
     return TokenCounter(tokenizer)
 
 
-def test_an_added_special_token_passes_and_removes_no_other_marker(counter: TokenCounter, searching: TokenCounter) -> None:
+def test_an_added_special_token_passes_and_removes_no_other_marker(counter, searching):
     searching.check_stops(RolloutConfig(stop=["<search>", "</a><search>\n", "</answer>"]))
     assert set(searching.special_tokens) == {*counter.special_tokens, "<search>"}
     assert "<|im_start|>" in counter.special_tokens
 
 
-def test_a_stop_string_inside_a_searched_special_token_is_refused(searching: TokenCounter) -> None:
+def test_a_stop_string_inside_a_searched_special_token_is_refused(searching):
     searching.check_stops(RolloutConfig(stop=["search", "im_end"]))
     with pytest.raises(ConfigError, match=r"'im_end' is part of the special token '<\|im_end\|>'"):
         searching.check_stops(RolloutConfig(stop=["<search>", "im_end"]))

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -15,20 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_tasks.data import jsonl, sources
-from grpo_tasks.data.chunks import Chunk, read_chunks, read_chunks_in_parallel
+from grpo_tasks.data.chunks import read_chunks, read_chunks_in_parallel
 from grpo_tasks.data.jsonl import line_spans, read_jsonl, read_span
 from grpo_tasks.data.records import Columns
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 
 
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
+def workers_of(process):
     """The processes that read spans; other children belong to other tests."""
     children = [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in children if "--multiprocessing-fork" in child.cmdline()]
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     return workers_of(psutil.Process())
 
 
@@ -49,25 +48,22 @@ ROWS = [
 ] * 9
 
 
-def _data(path: str) -> DataConfig:
+def _data(path):
     return DataConfig.model_validate({"train": [{"path": path}]})
 
 
-def _one_table(chunks: list[Chunk]) -> pa.Table:
+def _one_table(chunks):
     return pa.concat_tables([chunk.table for chunk in chunks]).combine_chunks()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_several_workers_read_what_one_reader_reads(
-    tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch, num_workers: int
-) -> None:
+def test_several_workers_read_what_one_reader_reads(write, monkeypatch):
     path = write(*ROWS)
     origin = {"split": "train", "source": path}
     alone = list(read_chunks(read_jsonl(Path(path), answer_column="answer"), COLUMNS, **origin))
     monkeypatch.setattr(jsonl, "SPAN_BYTES", 1000)
-    together = list(read_chunks_in_parallel(Path(path), COLUMNS, **origin, workers=num_workers))
-    assert len(together) > 3 * num_workers
+    together = list(read_chunks_in_parallel(Path(path), COLUMNS, **origin, workers=3))
+    assert len(together) > 9
     assert _one_table(together).equals(_one_table(alone))
     summary = together[0].summary
     for chunk in together[1:]:
@@ -84,9 +80,7 @@ lines = st.one_of(
 
 @given(lines=st.lists(lines, max_size=30), bom=st.booleans(), end=st.sampled_from([b"", b"\n", b"\n\n"]), span=st.integers(1, 80))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_spans_together_are_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[bytes], bom: bool, end: bytes, span: int
-) -> None:
+def test_spans_together_are_the_file(tmp_path, monkeypatch, lines, bom, end, span):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" * bom + b"#" + b"\n".join(lines) + end)
     monkeypatch.setattr(jsonl, "SPAN_BYTES", span)
@@ -97,53 +91,36 @@ def test_spans_together_are_the_file(
     assert spans[-1].end == path.stat().st_size
 
 
-def test_big_file_is_read_by_several_processes_and_gives_the_same_table(
-    tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_big_file_is_read_by_several_processes_and_gives_the_same_table(tmp_path, write, monkeypatch):
     path = write(*[{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(5000)])
     alone = sources.load_sources(_data(path), directory=tmp_path)
-    rows = pl.read_parquet(alone.path)
+    rows = pl.read_parquet(tmp_path / sources.ROWS)
     monkeypatch.setattr(sources, "PARALLEL_FROM_BYTES", 1)
     monkeypatch.setattr(sources, "num_workers", lambda: 2)
     monkeypatch.setattr(jsonl, "SPAN_BYTES", 10_000)
     together = sources.load_sources(_data(path), directory=tmp_path)
-    assert together.sources == alone.sources
-    assert pl.read_parquet(together.path).equals(rows)
-
-
-def test_missing_column_is_reported_once_all_chunks_are_read(
-    tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(*[{"Question": "q", "answer": "1"}] * 500)
-    monkeypatch.setattr(sources, "PARALLEL_FROM_BYTES", 1)
-    monkeypatch.setattr(sources, "num_workers", lambda: 2)
-    monkeypatch.setattr(jsonl, "SPAN_BYTES", 1000)
+    assert together == alone
+    assert pl.read_parquet(tmp_path / sources.ROWS).equals(rows)
+    unnamed = write(*[{"Question": "q", "answer": "1"}] * 500, name="unnamed.jsonl")
+    (tmp_path / "out").mkdir()
     with pytest.raises(DataError, match="no row has a column question or prompt"):
-        sources.load_sources(_data(path), directory=tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+        sources.load_sources(_data(unnamed), directory=tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_killed_worker_is_an_error_and_no_worker_is_left(
-    tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_end_when_one_is_killed_or_reading_stops_early(write, monkeypatch):
     path = write(*[GOOD] * 5000)
     monkeypatch.setattr(jsonl, "SPAN_BYTES", 1000)
-    chunks = read_chunks_in_parallel(Path(path), COLUMNS, split="train", source=path, workers=2)
-    next(chunks)
-    workers()[0].kill()
-    with pytest.raises(DataError, match="a process that was reading the file was killed"):
-        list(chunks)
-    assert not workers()
-
-
-def test_workers_end_when_reading_stops_early(tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "SPAN_BYTES", 1000)
-    path = write(*[GOOD] * 5000)
-    chunks = read_chunks_in_parallel(Path(path), COLUMNS, split="train", source=path, workers=2)
-    next(chunks)
-    assert len(workers()) == 2
-    chunks.close()
-    assert not workers()
+    for killed in (True, False):
+        chunks = read_chunks_in_parallel(Path(path), COLUMNS, split="train", source=path, workers=2)
+        next(chunks)
+        assert len(workers()) == 2
+        if killed:
+            workers()[0].kill()
+            with pytest.raises(DataError, match="a process that was reading the file was killed"):
+                list(chunks)
+        chunks.close()
+        assert not workers()
 
 
 SCRIPT = """
@@ -166,7 +143,7 @@ print(sum(chunk.summary.rows for chunk in [first, *chunks]))
 
 
 @pytest.mark.slow
-def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path, write):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "multiprocessing.py").write_text("raise SystemExit('the wrong module')")
@@ -180,7 +157,7 @@ def test_a_script_without_main_guard_runs_once_and_shadows_nothing(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_workers_die_with_their_parent(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_workers_die_with_their_parent(tmp_path, write):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), write(*[GOOD] * 3000), "wait"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

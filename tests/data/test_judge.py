@@ -1,31 +1,31 @@
 """A file with at least one planted fault for every rule: exactly those rows are quarantined, with line and reason."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import re
 
+import polars as pl
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.data.judge import RowVerdict
+from grpo_tasks.data.judge import assign_splits
 from grpo_tasks.data.rules import BY_NAME, RULES
 from schemas.errors import ConfigError
 
 TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
 
 
-def ask(question: str, answer: object = "1") -> dict[str, Any]:
+def ask(question, answer="1"):
     return {"question": question, "answer": answer}
 
 
-def chat(*turns: tuple[str, str], answer: object = "1") -> dict[str, Any]:
+def chat(*turns, answer="1"):
     return {"prompt": [{"role": role, "content": content} for role, content in turns], "answer": answer}
 
 
 U, A, S = "user", "assistant", "system"
 HELD_OUT = [ask("What is 7 + 8?", "15"), ask("Where does “Anna” live?", "Rome")]
 
-PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
+PLANTED = [
     (set(), ask("What is 1 + 1?", "2")),
     ({"line_too_long"}, b'{"question": "' + b"x" * 5_000_000 + b'"}'),
     ({"encoding"}, b'{"question": "caf\xe9", "answer": "1"}'),
@@ -78,7 +78,7 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
 
 
 @pytest.fixture(scope="module")
-def strict(counter: TokenCounter) -> TokenCounter:
+def strict(counter):
     """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
@@ -86,8 +86,8 @@ def strict(counter: TokenCounter) -> TokenCounter:
 
 
 @pytest.fixture
-def planted(write: Callable[..., str], verdict_on: Callable[..., RowVerdict], strict: TokenCounter) -> Callable[..., RowVerdict]:
-    def judge_planted(**validation: Any) -> RowVerdict:
+def planted(write, verdict_on, strict):
+    def judge_planted(**validation):
         train = write(*(row for _, row in PLANTED))
         held = write(*HELD_OUT, name="held.jsonl")
         data = {"train": [{"path": train}], "eval": [{"path": held}], "duplicates": "quarantine"}
@@ -96,76 +96,56 @@ def planted(write: Callable[..., str], verdict_on: Callable[..., RowVerdict], st
     return judge_planted
 
 
-def found(verdict: RowVerdict) -> dict[int, set[str]]:
-    reasons: dict[int, set[str]] = {}
+def found(verdict):
+    reasons = {}
     for row in verdict.quarantine.iter_rows(named=True):
         reasons.setdefault(row["line"], set()).add(row["rule"])
     return reasons
 
 
-def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., RowVerdict]) -> None:
+def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted):
     verdict = planted()
     assert found(verdict) == {line: rules for line, (rules, _) in enumerate(PLANTED, 1) if rules}
+    assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
+    assert sum(count.rows for count in verdict.rules) == verdict.quarantine.height
     assert verdict.split("eval").height == len(HELD_OUT)
     assert verdict.split("train")["line"].to_list() == [line for line, (rules, _) in enumerate(PLANTED, 1) if not rules]
     assert verdict.rows == verdict.num_quarantined + verdict.accepted.height
 
 
-def test_every_rule_of_the_table_is_planted_somewhere() -> None:
+def test_every_rule_of_the_table_is_planted_somewhere():
     # These need a CSV file, an answer pattern or a task column; other tests cover them.
     elsewhere = {"cell_count", "answer_pattern", "task_name"}
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
+    assert len({rule.meaning for rule in RULES}) == len(BY_NAME) == len(RULES)
 
 
-def test_every_rule_has_its_own_name_meaning_and_fix() -> None:
-    for texts in ([rule.name for rule in RULES], [rule.meaning for rule in RULES]):
-        assert len(set(texts)) == len(RULES)
-    assert all(rule.fix for rule in RULES)
-
-
-def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., RowVerdict]) -> None:
+def test_quarantine_shows_what_was_found_and_what_it_means(planted):
     refused = planted().quarantine
     values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
-    first, second = values["contradiction"].split(" | ")
-    assert first.startswith("two answers?: 2 (")
-    assert first.endswith("rows.jsonl:41)")
-    assert second.startswith("3 (")
-    assert second.endswith("rows.jsonl:42)")
-    assert values["duplicate"].startswith("same as ")
-    assert values["duplicate"].endswith(":39")
+    assert re.fullmatch(r"two answers\?: 2 \(.*rows.jsonl:41\) \| 3 \(.*rows.jsonl:42\)", values["contradiction"])
+    assert re.fullmatch("same as .*:39", values["duplicate"])
     assert values["leak_exact"].endswith("held.jsonl:1")
     assert values["leak_normalised"].endswith("held.jsonl:2")
     assert "is 200" in values["prompt_too_long"]
     assert values["template_markers"] == "[INST]"
     assert "\\u001b" in values["control_characters"]
-    assert set(refused["meaning"]) <= {rule.meaning for rule in RULES}
     assert refused["value"].str.len_chars().max() <= 400
+    last = refused.filter(line=len(PLANTED))["rule"].to_list()
+    assert last == ["last_not_user", "control_characters", "template_markers"], "in the order of the table"
 
 
-def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., RowVerdict]) -> None:
-    last = planted().quarantine.filter(line=len(PLANTED))["rule"].to_list()
-    assert last == ["last_not_user", "control_characters", "template_markers"]
+IGNORABLE = {rule.name for rule in RULES if rule.ignorable}
 
 
-def test_rule_counts_add_up(planted: Callable[..., RowVerdict]) -> None:
-    verdict = planted()
-    assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
-    assert sum(count.rows for count in verdict.rules) == verdict.quarantine.height
+@pytest.mark.parametrize("rules", [IGNORABLE, {"duplicate"}, {"prompt_too_long", "unknown_role"}], ids=str)
+def test_an_ignored_rule_refuses_nothing(planted, rules):
+    verdict = planted(ignore_rules=sorted(rules))
+    kept = [line for line, (broken, _) in enumerate(PLANTED, 1) if broken <= rules]
+    assert verdict.split("train")["line"].to_list() == kept
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES if rule.ignorable])
-def test_ignored_rule_refuses_nothing(planted: Callable[..., RowVerdict], rule: str) -> None:
-    verdict = planted(ignore_rules=[rule])
-    lines = [line for line, (rules, _) in enumerate(PLANTED, 1) if rules == {rule}]
-    assert rule not in verdict.quarantine["rule"].to_list()
-    freed = set(verdict.split("train")["line"]) & set(lines)
-    # Another rule may still refuse the row: an exact leak is also a leak after normalisation.
-    assert freed == set(lines) or rule == "leak_exact"
-
-
-def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
-    tmp_path: Any, verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(tmp_path, verdict_on):
     path = tmp_path / "rows.csv"
     path.write_text('question,answer\n"What\nis it?",so #### 5\nshort\nnone?,no mark\nempty?,\n')
     verdict = verdict_on({"train": [{"path": str(path)}], "answer_pattern": "#### (.+)"})
@@ -173,61 +153,66 @@ def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
     assert verdict.accepted["answer"].to_list() == ["5"]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
-def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest_name(
-    planted: Callable[..., RowVerdict], name: str, expected: str
-) -> None:
-    with pytest.raises(ConfigError, match="no such rule") as caught:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of "), ("answer_missing", "answer_missing cannot be ignored")],
+)
+def test_an_unknown_or_required_rule_cannot_be_ignored(planted, name, says):
+    with pytest.raises(ConfigError) as caught:
         planted(ignore_rules=[name])
-    assert expected in caught.value.fix
+    assert says in str(caught.value)
 
 
-def test_required_rule_cannot_be_ignored(planted: Callable[..., RowVerdict]) -> None:
-    with pytest.raises(ConfigError, match="answer_missing cannot be ignored"):
-        planted(ignore_rules=["answer_missing"])
-
-
-def test_copies_are_found_before_our_own_split_separates_them(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_copies_are_found_before_our_own_split_separates_them(judged):
     rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
-    data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.5}
     counts = {
         "quarantine": {"duplicate": 40, "contradiction": 120},
         "keep": {"contradiction": 120},
         "drop": {"contradiction": 80},
     }
     for mode, expected in counts.items():
-        verdict = verdict_on({**data, "duplicates": mode})
+        verdict = judged(*rows, eval_fraction=0.5, duplicates=mode)
         assert {count.rule: count.rows for count in verdict.rules if count.rows} == expected
         assert verdict.dropped.height == (40 if mode == "drop" else 0)
 
 
-def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
-    held = write(ask("What is 6 - 3?", "3"), ask("What is 1.5 x 2?", "3"), name="held.jsonl")
-    train = write(
-        ask("What is 6 / 3?", "2"), ask("What is 6 * 3?", "18"), ask("What is 15 x 2?", "30"), ask("What is 6 -3?", "3")
-    )
-    assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {}
+def test_system_message_hides_no_leak(judged):
+    rows = chat((S, "be strict"), (U, "same?")), chat((U, "other?"))
+    assert found(judged(*rows, held=[chat((S, "be kind"), (U, "same?"))])) == {1: {"leak_exact"}}
 
 
-def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
-    held = write(chat((S, "be kind"), (U, "same?")), name="held.jsonl")
-    train = write(chat((S, "be strict"), (U, "same?")), chat((U, "other?")))
-    assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {1: {"leak_exact"}}
-
-
-def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
-    held = write(ask("same?", None), ask("other?"), name="held.jsonl")
-    verdict = verdict_on({"train": [{"path": write(ask("same?"))}], "eval": [{"path": held}]})
+def test_refused_held_out_row_leaks_nothing(judged):
+    verdict = judged(ask("same?"), held=[ask("same?", None), ask("other?")])
     assert verdict.quarantine.select("split", "line", "rule").rows() == [("eval", 1, "answer_missing")]
 
 
-def test_verdict_does_not_depend_on_the_size_of_the_slices(
-    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., RowVerdict]
-) -> None:
+def test_verdict_does_not_depend_on_the_size_of_the_slices(monkeypatch, planted):
     one_slice = planted()
     monkeypatch.setattr("grpo_tasks.data.judge._SLICE_ROWS", 3)
     sliced = planted()
     assert sliced.accepted.equals(one_slice.accepted)
     assert sliced.quarantine.equals(one_slice.quarantine)
+
+
+SUMS = [ask(f"What is {n} + {n}?", str(2 * n)) for n in range(300)]
+
+
+def splits(verdict):
+    return dict(verdict.accepted.select("prompt_id", "split").iter_rows())
+
+
+def test_row_keeps_its_split_when_others_come_go_or_move(judged):
+    half = splits(judged(*reversed(SUMS[::2])))
+    assert half.items() <= splits(judged(*SUMS)).items()
+    assert len(half) == 150
+
+
+def test_other_seed_holds_out_other_rows_and_a_larger_fraction_more():
+    ids = pl.Series([f"{number:016x}" for number in range(20_000)])
+    held = {(share, seed): set(ids.filter(assign_splits(ids, fraction=share, seed=seed) == "eval")) for share, seed in SPLITS}
+    assert [len(held[share, 0]) for share in (0.02, 0.1, 0.5)] == pytest.approx([400, 2_000, 10_000], abs=200)
+    assert held[0.02, 0] < held[0.1, 0] < held[0.5, 0]
+    assert held[0.1, 1] != held[0.1, 0]
+
+
+SPLITS = [(0.02, 0), (0.1, 0), (0.5, 0), (0.1, 1)]

@@ -1,16 +1,13 @@
 """Held-out questions in the training data: found in every disguise, and in nothing that is another question."""
 
 import unicodedata
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import polars as pl
 import pytest
 
 from grpo_tasks.answers.extraction import is_blank
 from grpo_tasks.data import leaks
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.leaks import near_duplicates, normalise_question
 from grpo_tasks.data.normalise import SHOWN
 from grpo_tasks.data.validation import Origin, report_data
@@ -59,27 +56,27 @@ DIFFERENT = [
 ]
 
 
-def key(text: str) -> str:
+def key(text):
     return pl.select(key=normalise_question(pl.lit(text))).item()
 
 
 @pytest.mark.parametrize("disguise", DISGUISES)
-def test_a_disguise_makes_no_other_question(disguise: str) -> None:
+def test_a_disguise_makes_no_other_question(disguise):
     assert key(DISGUISES[disguise]) == key(QUESTION)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_what_changes_the_question_makes_another_one(one: str, other: str) -> None:
+def test_what_changes_the_question_makes_another_one(one, other):
     assert key(one) != key(other)
 
 
-def test_a_number_has_one_form() -> None:
+def test_a_number_has_one_form():
     for value in (0, 7, 1_500, 12_345_678, 1_000_000_000):
         forms = {f"{value}", f"{value:,}", f"{value}.0", f"{value:,}.00", f"{value:,}".replace(",", "\u202f")}
         assert {key(f"is it {form} or not") for form in forms} == {f"is it {value} or not"}
 
 
-def rows(train: list[str], held_out: list[str]) -> pl.DataFrame:
+def rows(train, held_out):
     found = [("train", number, text) for number, text in enumerate(train, 1)]
     found += [("eval", number, text) for number, text in enumerate(held_out, 1)]
     return pl.DataFrame(
@@ -99,7 +96,7 @@ def rows(train: list[str], held_out: list[str]) -> pl.DataFrame:
         "How many apples do they have if Tom has 1,500 apples and café owner Ann has 25?",
     ],
 )
-def test_near_duplicate_questions_are_reported_with_rows_and_share(near: str) -> None:
+def test_near_duplicate_questions_are_reported_with_rows_and_share(near):
     others = [f"A train goes {n} miles in {n + 3} hours; how fast is train number {n * 7}?" for n in range(20)]
     found = near_duplicates(rows([*others[:10], near], [*others[10:], QUESTION]))
     [pair] = found.found
@@ -110,7 +107,7 @@ def test_near_duplicate_questions_are_reported_with_rows_and_share(near: str) ->
     assert found.warning.startswith("1 of 11 training questions (9.1%) are nearly held out: train.jsonl:11 has ")
 
 
-def test_questions_of_one_template_are_no_near_duplicates() -> None:
+def test_questions_of_one_template_are_no_near_duplicates():
     frame = "Classify the sentiment of the following sentence as positive or negative, and give a reason: "
     sums = [
         f"Tom has {n} apples and gives {n // 2} of them to Ann. How many apples are left in the basket?" for n in range(10, 50)
@@ -123,15 +120,13 @@ def test_questions_of_one_template_are_no_near_duplicates() -> None:
         assert near_duplicates(rows(questions[::2], questions[1::2])).found == []
 
 
-def test_a_large_split_is_compared_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_split_is_compared_by_a_sample(monkeypatch):
     monkeypatch.setattr(leaks, "NEAR_ROWS", 5)
     assert near_duplicates(rows([QUESTION] * 20, [f"Question: {QUESTION}"])).checked == 5
 
 
-def test_validation_quarantines_disguises_and_reports_near_duplicates(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict], tmp_path: Path
-) -> None:
-    def row(text: str) -> dict[str, str]:
+def test_validation_quarantines_disguises_and_reports_near_duplicates(write, verdict_on, tmp_path):
+    def row(text):
         return {"question": text, "answer": "1525"}
 
     held = write(row(QUESTION), name="held.jsonl")
@@ -144,7 +139,7 @@ def test_validation_quarantines_disguises_and_reports_near_duplicates(
     assert "## Nearly held out" in (tmp_path / "report.md").read_text()
 
 
-def test_blank_means_the_same_for_data_and_for_answers() -> None:
+def test_blank_means_the_same_for_data_and_for_answers():
     letters = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000] + list(map(chr, range(0xE0000, 0xE0200)))
     # Characters of a Unicode version that one of the two does not know yet.
     known = [letter for letter in letters if unicodedata.category(letter) != "Cn"]

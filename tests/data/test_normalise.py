@@ -1,15 +1,12 @@
 """From raw rows to prompt, normalised ground truth and prompt_id."""
 
-from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
 
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.normalise import check_patterns, normalise_column, prompt_id_column
 from grpo_tasks.data.table import prompt_id
 from schemas.config.data import DataConfig, DataSource
@@ -22,63 +19,34 @@ NORMALISED = {
     "$1,234.50": "1234.5",
     "-$5": "-5",
     "$-5": "-5",
-    "51.0": "51",
     "51.00.": "51",
     "\u22127": "-7",
     "+3": "3",
     "\u00a042\u200b": "42",
     "1\u00a0000\u00a0000": "1000000",
-    "2,000,000": "2000000",
     ".50": "0.5",
     ".0": "0",
-    "-0": "0",
     "-0.00": "0",
     "100": "100",
     "12 €": "12",
-    "50%": "50%",
     "1,050.0%.": "1050%",
-    "10.": "10",
     "0\u00a0%": "0%",
     "-\u00a05": "-5",
     "7\u202f€": "7",
-    "0.10": "0.1",
 }
-
-UNTOUCHED = [
-    "A",
-    "(B)",
-    "007",
-    "1,23",
-    "1/2",
-    "3 + 4 * 5",
-    "\u2212x + 3",
-    "x.",
-    "U.S.",
-    "1e3",
-    "3,4,5",
-    "12 apples",
-    "٣",
-    "",
-    "$",
-    ".",
-]
+UNCHANGED = ["A", "(B)", "007", "1,23", "1/2", "3 + 4 * 5", "\u2212x + 3", "x.", "U.S.", "1e3", "3,4,5", "٣", "", "$", "."]
 
 
-def normalised(text: str) -> str:
+def normalised(text):
     return pl.DataFrame({"answer": [text]}).select(normalise_column(pl.col("answer"))).item()
 
 
-@pytest.mark.parametrize(("text", "expected"), NORMALISED.items())
-def test_number_is_normalised(text: str, expected: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), [*NORMALISED.items(), *zip(UNCHANGED, UNCHANGED, strict=True)])
+def test_a_number_is_normalised_and_other_text_is_unchanged(text, expected):
     assert normalised(text) == expected
 
 
-@pytest.mark.parametrize("text", UNTOUCHED)
-def test_text_that_is_not_a_number_is_unchanged(text: str) -> None:
-    assert normalised(text) == text
-
-
-def test_text_loses_only_surrounding_whitespace_and_invisible_characters() -> None:
+def test_text_loses_only_surrounding_whitespace_and_invisible_characters():
     assert normalised("\ufeff Chloe\u00a0is a\u200b saint.\n") == "Chloe is a saint."
 
 
@@ -91,17 +59,17 @@ answers = st.one_of(
 
 
 @given(answers)
-def test_normalising_twice_changes_nothing(text: str) -> None:
+def test_normalising_twice_changes_nothing(text):
     once = normalised(text)
     assert normalised(once) == once
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=2))
-def test_numeric_value_is_kept(number: object) -> None:
+def test_numeric_value_is_kept(number):
     assert float(normalised(str(number))) == float(str(number))
 
 
-def test_a_megabyte_of_digits_is_left_unchanged() -> None:
+def test_a_megabyte_of_digits_is_left_unchanged():
     text = "0." + "0" * 1_000_000 + "1"
     assert normalised(text) == text
 
@@ -111,7 +79,7 @@ messages = st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text
 
 
 @given(st.lists(st.tuples(messages, st.none() | st.text(), several, st.sampled_from(["", "math"])), max_size=5), st.booleans())
-def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[Any, ...]], needed: bool) -> None:
+def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows, needed):
     schema = {"prompt": MESSAGES, "answer": pl.String, "answers": pl.List(pl.String), "task": pl.String}
     table = pl.DataFrame(rows, schema=schema, orient="row").with_columns(needs_answer=pl.lit(needed))
     expected = [
@@ -121,21 +89,17 @@ def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[Any
     assert prompt_id_column(table).to_list() == expected
 
 
-def test_prompt_id_has_not_changed() -> None:
+def test_prompt_id_has_not_changed():
     # If it changes, every row may change its split, and recorded runs no longer match their rows.
     chat = [{"role": "user", "content": "What is 15 + 27?"}]
     assert prompt_id(chat, "42") == "eab2802808b2e297"
     without = b'{"messages":[{"role":"user","content":"What is 15 + 27?"}],"answer":null}'
     assert prompt_id(chat, None) == sha256(without).hexdigest()[:16]
-
-
-def test_prompt_id_ignores_key_order_and_other_keys() -> None:
-    chat = [{"content": "q", "role": "user"}]
-    assert prompt_id(chat, "1") == prompt_id([{"role": "user", "content": "q"}], "1")
+    assert prompt_id([{"content": "q", "role": "user"}], "1") == prompt_id([{"role": "user", "content": "q"}], "1")
 
 
 @pytest.mark.parametrize("pattern", ["####", "(", "(?=x)(y)", r"(a)\1"])
-def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) -> None:
+def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern):
     with pytest.raises(ConfigError, match="pattern") as caught:
         check_patterns(DataConfig(train=[DataSource(path="rows.jsonl")], answer_pattern=pattern))
     assert "####" in caught.value.fix
@@ -152,23 +116,19 @@ def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) 
         (r"(?m)^(\d+) (?:apples|pears)$", "3 apples\n4 pears", "4"),
     ],
 )
-def test_last_match_of_the_pattern_is_the_ground_truth(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict], pattern: str, answer: str, truth: str
-) -> None:
-    data = {"train": [{"path": write({"question": "q", "answer": answer})}], "answer_pattern": pattern}
-    assert verdict_on(data).accepted["answer"].to_list() == [truth]
+def test_last_match_of_the_pattern_is_the_ground_truth(judged, pattern, answer, truth):
+    verdict = judged({"question": "q", "answer": answer}, answer_pattern=pattern)
+    assert verdict.accepted["answer"].to_list() == [truth]
 
 
-def test_system_prompt_is_added_to_every_chat_without_one(
-    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
-) -> None:
+def test_system_prompt_is_added_to_every_chat_without_one(judged):
     own = {"role": "system", "content": "own"}
     rows = [
         {"question": "bare", "answer": "1"},
         {"prompt": [{"role": "user", "content": "chat"}], "answer": "1"},
         {"prompt": [own, {"role": "user", "content": "led"}], "answer": "1"},
     ]
-    verdict = verdict_on({"train": [{"path": write(*rows)}], "system_prompt": "ours"})
+    verdict = judged(*rows, system_prompt="ours")
     ours = {"role": "system", "content": "ours"}
     asked = [{"role": "user", "content": content} for content in ("bare", "chat", "led")]
     assert verdict.accepted["prompt"].to_list() == [[ours, asked[0]], [ours, asked[1]], [own, asked[2]]]

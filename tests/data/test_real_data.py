@@ -1,29 +1,25 @@
 """Real data sets with their peculiarities."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from grpo_tasks.data.judge import RowVerdict
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real data sets in ../shared/data")
 
 
-def broken(verdict: RowVerdict) -> dict[str, int]:
+def broken(verdict):
     return {count.rule: count.rows for count in verdict.rules if count.rows}
 
 
-def sources(*names: str) -> list[dict[str, Any]]:
+def sources(*names):
     return [{"path": str(DATA / name)} for name in names]
 
 
 @pytest.mark.slow
-def test_gsm8k_is_accepted_completely_with_the_number_after_the_marker(verdict_on: Callable[..., RowVerdict]) -> None:
+def test_gsm8k_is_accepted_completely_with_the_number_after_the_marker(verdict_on):
     verdict = verdict_on(
         {"train": sources("gsm8k/train.jsonl"), "eval": sources("gsm8k/test.jsonl"), "answer_pattern": "#### (.+)"},
         validation={"max_prompt_length": 2000},  # the embedded tokenizer has few tokens longer than a character
@@ -36,15 +32,7 @@ def test_gsm8k_is_accepted_completely_with_the_number_after_the_marker(verdict_o
         assert len(numbers) == rows
 
 
-def test_svamp_array_of_floats_becomes_whole_numbers(verdict_on: Callable[..., RowVerdict]) -> None:
-    data = {"train": sources("svamp/svamp_700.json"), "question_column": "Body", "answer_column": "Answer"}
-    verdict = verdict_on(data, validation={"ignore_rules": ["contradiction", "duplicate"]})
-    assert verdict.accepted.height + verdict.num_quarantined == 700
-    assert verdict.accepted["answer"][0] == "51"
-    assert not verdict.accepted["answer"].str.contains(r"\.0$").any()
-
-
-def test_mawps_has_twenty_duplicates_which_are_left_out(verdict_on: Callable[..., RowVerdict]) -> None:
+def test_mawps_has_twenty_duplicates_which_are_left_out(verdict_on):
     data = {"train": sources("mawps/multiarith.jsonl"), "question_column": "input", "answer_column": "target"}
     verdict = verdict_on(data)
     assert broken(verdict) == {}
@@ -52,28 +40,10 @@ def test_mawps_has_twenty_duplicates_which_are_left_out(verdict_on: Callable[...
     assert broken(verdict_on({**data, "duplicates": "quarantine"})) == {"duplicate": 20}
 
 
-def test_svamp_question_is_joined_from_two_columns(verdict_on: Callable[..., RowVerdict]) -> None:
+def test_svamp_question_is_joined_from_two_columns(verdict_on):
     data = {"train": sources("svamp/svamp_700.json"), "question": "{Body} {Question}", "answer_column": "Answer"}
     verdict = verdict_on(data)
+    assert not verdict.accepted["answer"].str.contains(r"\.0$").any(), "the file has floats"
     first = json.loads((DATA / "svamp/svamp_700.json").read_text())[0]
     assert verdict.accepted["prompt"][0][0]["content"] == f"{first['Body']} {first['Question']}"
     assert verdict.num_quarantined < 7
-
-
-def test_prompts_that_contain_template_markers_are_all_refused(verdict_on: Callable[..., RowVerdict]) -> None:
-    data = {
-        "train": sources("logic_kk/3ppl_train.parquet", "logic_kk/3ppl_test.parquet"),
-        "answer_column": "solution_text_format",
-    }
-    verdict = verdict_on(data, validation={"max_prompt_length": 2000})
-    assert broken(verdict)["template_markers"] == verdict.num_quarantined == 1000
-
-
-def test_null_answers_are_all_refused(verdict_on: Callable[..., RowVerdict]) -> None:
-    verdict = verdict_on({"train": sources("reasoning_gym/propositional_logic.jsonl")})
-    assert broken(verdict) == {"answer_missing": verdict.rows}
-
-
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves"])
-def test_reasoning_gym_is_accepted_completely(verdict_on: Callable[..., RowVerdict], name: str) -> None:
-    assert broken(verdict_on({"train": sources(f"reasoning_gym/{name}.jsonl")})) == {}

@@ -1,9 +1,6 @@
 """What validation says about a tokenizer or template that is not as most are."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -14,7 +11,6 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, DataError
 from tests.variants import BOS, END, NO_END, NO_OPENING, NO_SYSTEM, START, TEMPLATE, variant
 
-Validate = Callable[..., list[str]]
 ROWS = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(20)]
 STRINGS = [{"prompt": f"{BOS}{START}user\n{row['question']}{END}\n", "answer": row["answer"]} for row in ROWS]
 DAY = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
@@ -22,7 +18,7 @@ FIXED = {"chat_template_kwargs": {"strftime_now": "2031-03-09"}}
 
 
 @pytest.fixture
-def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Validate:
+def notes(write, tmp_path, monkeypatch):
     """The warnings of a validation with a variant of the embedded model.
 
     Its files are read in this process: the one with limits (tests/content/test_limited_model.py) takes three seconds
@@ -31,18 +27,13 @@ def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("grpo_tasks.data.validation.limited_templates", nullcontext)
     monkeypatch.setattr("grpo_tasks.data.chat_tokens.check_model_files", lambda *_: None)
 
-    def validate(rows: list[dict[str, Any]], rollout: dict[str, Any] | None = None, **model: Any) -> list[str]:
+    def validate(rows, rollout=None, **model):
         data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.2} | model.pop("data", {})
         sections = {"rollout": rollout or {}, "model": {"path": str(variant(tmp_path / "model", **model))}}
         config = RunConfig(data=data, stages=[{"name": "s", "rewards": ["format"]}], seed=1, **sections)
-        loaded = load_sources(config.data, directory=tmp_path)
-        said: list[str] = []
-        validate_rows(
-            loaded.path,
-            config,
-            Origin("k", tmp_path, 0.0, loaded.sources),
-            warn=said.append,
-        )
+        said = []
+        origin = Origin("k", tmp_path, 0.0, load_sources(config.data, directory=tmp_path))
+        validate_rows(tmp_path / "rows.parquet", config, origin, warn=said.append)
         report = (tmp_path / "report.md").read_text()
         assert all(f"**Warning**: {sentence}" in report for sentence in said)
         return said
@@ -81,23 +72,21 @@ def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyP
         (ROWS, {"template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"}, []),
     ],
 )
-def test_each_peculiarity_is_said_once_with_what_was_done(
-    notes: Validate, rows: list[dict[str, Any]], model: dict[str, Any], says: list[str]
-) -> None:
+def test_each_peculiarity_is_said_once_with_what_was_done(notes, rows, model, says):
     found = notes(rows, **model)
     assert len(found) == len(says)
     for sentence, expected in zip(found, says, strict=True):
         assert expected in sentence
 
 
-def test_a_template_that_refuses_the_system_role_names_the_system_prompt(notes: Validate) -> None:
+def test_a_template_that_refuses_the_system_role_names_the_system_prompt(notes):
     with pytest.raises(ConfigError, match="System role not supported") as caught:
         notes(ROWS, template=NO_SYSTEM, data={"system_prompt": "Be brief."})
     assert caught.value.place == "data.system_prompt"
     assert "{question}" in caught.value.fix
 
 
-def test_rows_that_a_template_refuses_show_its_own_message(notes: Validate, tmp_path: Path) -> None:
+def test_rows_that_a_template_refuses_show_its_own_message(notes, tmp_path):
     chats = [
         {
             "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}],

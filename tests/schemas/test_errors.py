@@ -83,12 +83,9 @@ def test_an_error_of_an_unloaded_module_keeps_class_and_code(tmp_path):
     ("module", "name"),
     [("os", "system"), ("planted", "PlantedError"), ("schemas.errors", "json"), ("schemas.none_such", "X"), ("", "UserError")],
 )
-def test_a_foreign_class_comes_back_plain_and_is_never_imported(module, name, tmp_path, monkeypatch):
+def test_a_foreign_class_comes_back_plain_an_old_one_as_itself(module, name, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "fix": "f"}))
     assert (type(error), str(error)) == (UserError, "m\n  where: p\n  fix:   f")
-
-
-def test_an_error_written_before_modules_were_named_keeps_its_class():
     assert type(UserError.from_json('{"type": "ConfigError", "message": "m", "place": "", "fix": ""}')) is ConfigError

@@ -10,6 +10,7 @@ from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.step import Step
 from schemas.config.load import load_config
+from schemas.config.rollout import InteractionConfig
 from schemas.config.section import view
 from schemas.results.model import ModelRef
 
@@ -65,3 +66,15 @@ def test_a_child_process_reads_what_is_left_out_as_its_default(demo, tmp_path):
 def test_every_step_declares_settings_that_exist(demo, step):
     assert isinstance(step, Step)
     view(demo, step.reads)
+
+
+def test_an_edited_environment_is_another_one_and_more_workers_are_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "my_environment.py"
+    module.write_text("class Counter: pass\n")
+    keys = []
+    for workers, text in ((1, "class Counter: pass\n"), (3, "class Counter: pass\n"), (1, "class Counter: turns = 2\n")):
+        module.write_text(text)
+        inputs = {"interaction": InteractionConfig(environment="my_environment:Counter", workers=workers)}
+        keys.append(content_key("step", (), inputs))
+    assert keys[0] == keys[1] != keys[2]

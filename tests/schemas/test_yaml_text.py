@@ -25,15 +25,12 @@ REFUSED = {
     "nested key twice": ("model:\n  lora:\n    r: 8\n    r: 16\n", "duplicate key r, first in line 3", ":4"),
     "key twice in a list": ("stages:\n- {name: a, name: b}\n", "duplicate key name", ":2"),
     "nested too deep": (f"a: {'[' * 200}{']' * 200}", "more than 50 levels deep", ""),
-    "nested thousands deep": (f"a: {'[' * 50_000}", "more than 50 levels deep", ""),
-    "a mapping nested thousands deep": (f"{'{a: ' * 20_000}", "more than 50 levels deep", ""),
     "aliases that multiply": (LISTS, "after its aliases are expanded", ":"),
     "merge keys that multiply": (MERGES, "after its aliases are expanded", ":"),
     "a long text many times": (LONG_TEXTS, "after its aliases are expanded", ":"),
     "a value inside itself": ("a: &a [1, *a]", "contains itself", ":1"),
     "a tab": ("model:\n\tpath: x\n", "indent with spaces", ":2"),
     "no closing bracket": ("a: [1, 2\nb: 3\n", "correct that line", ":2"),
-    "an unknown alias": ("a: *nowhere", "undefined alias", ":1"),
     "python code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor", ":1"),
     "two documents": ("a: 1\n---\nb: 2\n", "single document", ":2"),
     "a date that is none": ("a: 2024-99-99", "month must be", ""),
@@ -112,13 +109,10 @@ def test_a_name_that_no_disk_can_hold_is_no_configuration(name):
     assert len(str(caught.value)) < 1_000
 
 
-def test_a_folder_that_is_called_like_a_preset_hides_nothing(tmp_path, monkeypatch):
+def test_a_folder_like_a_preset_hides_nothing_and_no_chain_leads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert load_config("demo").name == "grpo-demo"
-
-
-def test_a_chain_that_leads_back_under_another_spelling_is_refused(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.yaml").write_text("extends: sub/../a.yaml\n" + MINIMAL)
     with pytest.raises(ConfigError, match="does not extend this one"):
