@@ -86,7 +86,7 @@ class SuspendedRun(Result):
         )
 
 
-def what_was_asked() -> SuspendedRun | None:
+def load_pending_decision() -> SuspendedRun | None:
     """What this run was suspended with; None when it never was. Raises `DamagedError` when its file has changed since."""
     file = _kept()
     if file is None:

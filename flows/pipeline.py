@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.approval import SuspendedRun, decide, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, decide, load_pending_decision, was_suspended
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
 from flows.preflight import check_structure, check_working_directory
@@ -49,7 +49,7 @@ def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh:
         fresh: run every step again, even if its inputs have not changed.
     """
     check_working_directory()
-    asked = what_was_asked()
+    asked = load_pending_decision()
     return run_pipeline(asked.config if asked else load_config(source, overrides), fresh)
 
 
@@ -61,7 +61,7 @@ def run_pipeline(
     A run that was suspended continues with its config, and `fresh` runs no step twice. `tags` are further ones of the registered
     version, `copies` the user's own modules where they were copied before.
     """
-    asked, made = what_was_asked(), None
+    asked, made = load_pending_decision(), None
     if asked is None:
         config = with_local_model(config)
         with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended(), copies=copies) as run:

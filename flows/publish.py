@@ -1,6 +1,6 @@
 """An adapter from anywhere to a registered model: merge, compare, register, decide."""
 
-from flows.approval import SuspendedRun, decide, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, decide, load_pending_decision, was_suspended
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.steps import base_model, evaluation_of, published, validate_guards, validated_data
@@ -19,7 +19,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         config: the configuration. Fields that are rarely changed are folded away.
         fresh: run every step again, even if its inputs have not changed.
     """
-    asked, made = what_was_asked(), None
+    asked, made = load_pending_decision(), None
     if asked is None:
         config = with_local_model(config)
         ref = adapter_model(adapter, config)

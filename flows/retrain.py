@@ -15,7 +15,7 @@ from prefect.events import Event, RelatedResource, Resource
 from prefect.variables import Variable
 
 from flows import one_step
-from flows.approval import was_suspended, what_was_asked
+from flows.approval import load_pending_decision, was_suspended
 from flows.flow_run import open_flow_run, pipeline_key
 from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_pinned_model
@@ -58,7 +58,7 @@ def retrain_flow(
         force: train even if nothing has changed.
     """
     check_working_directory()
-    asked = what_was_asked()
+    asked = load_pending_decision()
     # An alias as base: its version, because another version behind it is a change as well.
     config = asked.config if asked else with_pinned_model(load_config(source, overrides))
     # Prefect allows no such characters in the name of a limit.

@@ -27,7 +27,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Completed
 from sqlalchemy.engine import make_url
 
-from grpo_tasks.kit.lock import alone
+from grpo_tasks.kit.lock import file_lock
 from grpo_tasks.processes.serve import start_server
 from schemas.errors import OrchestratorError, UserError, disk_full
 from schemas.results.base import Result
@@ -75,7 +75,7 @@ def lock_temporary_server() -> None:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
     prefect_server.SubprocessASGIServer.find_available_port = _bind_port  # type: ignore[assignment, method-assign]
     prefect_server.SubprocessASGIServer._run_uvicorn_command = _start_supervised  # type: ignore[assignment, method-assign]
-    prefect_server.SubprocessASGIServer.start = _start_alone  # type: ignore[assignment, method-assign]
+    prefect_server.SubprocessASGIServer.start = _start_locked  # type: ignore[assignment, method-assign]
     refresh_global_settings_context()
 
 
@@ -89,10 +89,11 @@ _output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ser
 """What the server prints: what it cannot do, the run reports by itself, once."""
 
 
-def _start_alone(server: prefect_server.SubprocessASGIServer, timeout: int | None = None) -> None:
+def _start_locked(server: prefect_server.SubprocessASGIServer, timeout: int | None = None) -> None:
     """Start the server and wait until it answers, one process at a time for each database."""
     file = _database()
-    with nullcontext() if file is None else alone(file.with_name(f"{file.name}.start.lock"), who="Prefect's temporary server"):
+    lock = file and file.with_name(f"{file.name}.start.lock")
+    with nullcontext() if lock is None else file_lock(lock, holder="Prefect's temporary server"):
         _start_and_wait(server, timeout)
 
 

@@ -1,7 +1,7 @@
 """A lock between the processes of one machine. The kernel releases it when its holder ends, however it ends.
 
-    with alone(folder / "publish.lock", who="the run small", waiting=log.info):    exclusive: one process (or thread) at a time
-    with alone(..., shared=True):                                                  shared: any number of these, no exclusive one
+    with file_lock(folder / "publish.lock", holder="the run small", on_wait=log.info):    one process (or thread) at a time
+    with file_lock(..., shared=True):                                                     any number of these, or one of those
 
 It is `flock` on a file that is never removed. The file names its last holder, for the message to those who wait. The lock does
 not exclude other machines, and its holder cannot acquire it a second time. A link is refused: the name of the holder would
@@ -24,25 +24,27 @@ POLL_S = 0.1
 
 
 @contextmanager
-def alone(path: Path, *, who: str = "", shared: bool = False, waiting: Callable[[str], None] | None = None) -> Iterator[None]:
+def file_lock(
+    path: Path, *, holder: str = "", shared: bool = False, on_wait: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Hold the lock while the block runs; wait for it as long as necessary. The file is created if it does not exist.
 
-    `who` is shown to those who wait, `waiting` is called once with the name of the current holder. Raises UserError where the
+    `holder` is shown to those who wait, `on_wait` is called once with the name of the current holder. Raises UserError where the
     path is a link, or no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path) as file:
         if not _try_lock(file, shared):
-            if waiting is not None:
+            if on_wait is not None:
                 file.seek(0)
-                waiting(file.read().strip() or "another process")
+                on_wait(file.read().strip() or "another process")
             # Polling instead of one blocking call: Python notices the cancellation of a run only between two calls.
             while not _try_lock(file, shared):
                 time.sleep(POLL_S)
         # The name is only for a message: a full disk is no reason to fail.
         with suppress(OSError):
             file.truncate(0)
-            file.write(f"{who} (process {os.getpid()})".strip())
+            file.write(f"{holder} (process {os.getpid()})".strip())
             file.flush()
         yield
 

@@ -26,7 +26,7 @@ from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING,
 
 TICK_S = 0.2
 """Longest wait between two looks at the clock; every answer and failure wakes those who wait at once."""
-FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 1.0, 30.0
 """How long a busy server rests: the first time, and at most. Each time in a row doubles it."""
 MOST_BUSY = 3
 """Times in a row that a server is busy, after which it is examined as one that is gone."""
@@ -60,7 +60,7 @@ class Replica(Generic[ServerT]):
     in_flight: int = 0
     sent: int = 0
     busy: int = 0
-    rests_until: float = 0.0
+    cooldown_until: float = 0.0
     failures: int = 0
     changed: float = 0.0
     """When it last failed or came back. How a request fails that was sent before says nothing about it now."""
@@ -132,7 +132,7 @@ class Pool(Generic[ServerT]):
                 if replica.state is State.SERVING:
                     replica.state = State.UP
             while self._count(State.UP, State.ADMITTING) or not self._count(State.SERVING):
-                self._tend()
+                self._check_replicas()
                 self._changed.wait(TICK_S)
 
     def run(
@@ -168,7 +168,7 @@ class Pool(Generic[ServerT]):
 
         with self._changed:
             while len(answers) < len(jobs) and not errors:
-                self._tend()
+                self._check_replicas()
                 for index in [index for index, replica in held.items() if replica.state is not State.SERVING]:
                     # It may never fail by itself: whoever waits for a machine that is gone waits long.
                     del held[index]
@@ -192,7 +192,7 @@ class Pool(Generic[ServerT]):
         while True:
             with self._changed:
                 while (free := self._take()) is None:
-                    self._tend()
+                    self._check_replicas()
                     self._changed.wait(TICK_S)
             try:
                 return self._ask(free, ask)
@@ -228,7 +228,7 @@ class Pool(Generic[ServerT]):
         free = [
             replica
             for replica in self.replicas
-            if replica.state is State.SERVING and now >= replica.rests_until
+            if replica.state is State.SERVING and now >= replica.cooldown_until
             if replica.in_flight < (1 if replica.busy else self.concurrency)
         ]
         if not free:
@@ -259,8 +259,8 @@ class Pool(Generic[ServerT]):
             self._leave_out(replica, fault)
             return
         # Jitter, so that many threads and processes do not come back at the same moment.
-        rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** (replica.busy - 1)) * random.uniform(0.5, 1.0)
-        replica.rests_until, replica.fault = replica.changed + max(rest_s, fault.pause_s), fault
+        cooldown_s = min(LONGEST_COOLDOWN_S, FIRST_COOLDOWN_S * 2.0 ** (replica.busy - 1)) * random.uniform(0.5, 1.0)
+        replica.cooldown_until, replica.fault = replica.changed + max(cooldown_s, fault.pause_s), fault
 
     def _leave_out(self, replica: Replica[ServerT], fault: RolloutError) -> None:
         """See what can be done about a server; `run` gives its requests to others."""
@@ -276,7 +276,7 @@ class Pool(Generic[ServerT]):
         replica.state = State.GONE
         replica.retry_at = math.inf if replica.server.own else time.monotonic() + RETRY_S * max(1, replica.failures)
 
-    def _tend(self) -> None:
+    def _check_replicas(self) -> None:
         """Start what is due: admissions, and new attempts to reach servers; raise when nothing is left to wait for."""
         if self._error is not None:
             raise self._error

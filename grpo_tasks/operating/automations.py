@@ -41,17 +41,17 @@ PRUNED = "Pruned"
 _FACTS = ("detail", "stage", "update")
 _VANISHED = "no sign of life: its worker or its machine has gone; the same run started again continues with what is left"
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry", PRUNED)
+FAILED = {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
 
 
 def automations(notify: ActionTypes) -> list[AutomationCore]:
     """Every automation, with the action that notifies."""
-    failed = {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
     flows = {"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)}
     return [
         _reaction(
             "grpo: a run has failed",
             "A run of the pipeline, or of one step, failed or crashed.",
-            {"expect": failed, "match_related": flows},
+            {"expect": FAILED, "match_related": flows},
             notify,
         ),
         _reaction(
@@ -83,7 +83,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
                 f"grpo: {name} keeps failing",
                 f"Pauses the schedules of {name} after {FAILURES} failures within {FAILURES_WITHIN.days} days.",
                 {
-                    "expect": failed,
+                    "expect": FAILED,
                     "match_related": {"prefect.resource.role": "deployment", "prefect.resource.name": [name, f"{name}-served"]},
                     "threshold": FAILURES,
                     "within": FAILURES_WITHIN,

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from grpo_tasks.kit.files import replacing
-from grpo_tasks.kit.lock import alone
+from grpo_tasks.kit.lock import file_lock
 from grpo_tasks.operating import commands
 from grpo_tasks.operating.commands import HOST, QUIET, VARIABLE, WORKDIR
 from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity, undisturbed
@@ -225,7 +225,9 @@ class Stack:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Exclude every other process that stops this stack or starts a part of it again."""
-        with alone(self.folder / LOCK, who="a command for the servers", waiting=lambda who: self._report(f"waiting for {who}")):
+        with file_lock(
+            self.folder / LOCK, holder="a command for the servers", on_wait=lambda who: self._report(f"waiting for {who}")
+        ):
             yield
 
     def _command(self, name: str, at: Addresses, postgres: str | None) -> tuple[list[str], dict[str, str]]:

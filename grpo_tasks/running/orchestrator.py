@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
-from grpo_tasks.kit.lock import alone
+from grpo_tasks.kit.lock import file_lock
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 
@@ -145,7 +145,7 @@ def locked(lock: Path, use: str, *, who: str, shared: bool = False) -> Iterator[
         show_waiting(waited[-1])
 
     name = flow_run_name()
-    with alone(lock, who=who if name is None else f"the run {name}", shared=shared, waiting=waiting):
+    with file_lock(lock, holder=who if name is None else f"the run {name}", shared=shared, on_wait=waiting):
         if waited:
             show_running()
         yield

@@ -21,7 +21,7 @@ from mlflow.store.db import utils
 from mlflow.store.db.base_sql_model import Base
 from sqlalchemy.engine import make_url
 
-from grpo_tasks.kit.lock import alone
+from grpo_tasks.kit.lock import file_lock
 from schemas.errors import TrackingError, disk_full
 
 USER_TABLES = ("runs", "logged_models", "registered_models", "trace_info")
@@ -50,7 +50,7 @@ def make_ready(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if _is_ready(file):
             return
-        with alone(lock_file(file, "create"), who="a run that creates the store"):
+        with file_lock(lock_file(file, "create"), holder="a run that creates the store"):
             # Another process may have created it while this one waited for the lock.
             if not _is_ready(file):
                 _build(file)

@@ -45,7 +45,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.store.entities import PagedList
 
-from grpo_tasks.kit.lock import alone, private_folder
+from grpo_tasks.kit.lock import file_lock, private_folder
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
 from schemas.config.operations import TrackingConfig
 from schemas.config.types import why_no_store
@@ -103,7 +103,7 @@ class Store:
     def lock(self, what: str, *, who: str) -> AbstractContextManager[None]:
         """This machine's lock on an operation; `who` is shown to those who wait. Read the store inside: it may have changed."""
         waiting = partial(_log.warning, "waiting for the lock %s, which %s holds", what)
-        return alone(_lock_of(self.uri, what), who=who, waiting=waiting)
+        return file_lock(_lock_of(self.uri, what), holder=who, on_wait=waiting)
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault as an error that tells the user what to do."""

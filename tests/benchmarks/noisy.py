@@ -30,7 +30,7 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.pass_rates import measured_rates
 from grpo_tasks.evaluation.report import score_samples
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.kit.lock import alone
+from grpo_tasks.kit.lock import file_lock
 from grpo_tasks.library import base_model, load_data, train_stage
 from grpo_tasks.rewards.held_out import solved_samples
 from grpo_tasks.rewards.suite import RewardSuite
@@ -116,7 +116,7 @@ def config_of(folder: Path) -> RunConfig:
 def prepared(folder: Path, seed: int) -> tuple[RunConfig, DataReport, ModelRef]:
     """The data, and the model after the demo's stage format with that seed; trained by the first process that needs it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder / "lock"):
+    with file_lock(folder / "lock"):
         if not (folder / "train.jsonl").exists():
             write_rows(folder / "train.jsonl")
         config = config_of(folder)

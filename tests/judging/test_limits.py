@@ -162,7 +162,7 @@ def test_a_stage_on_several_machines_gets_the_share_of_each(settings, endpoint, 
 
 def test_waiting_for_a_limit_is_no_outage(settings, endpoint, monkeypatch):
     # Shorter than an outage may last, which is shorter than the pause of the limit.
-    monkeypatch.setattr(share, "FIRST_REST_S", 0.3)
+    monkeypatch.setattr(share, "FIRST_COOLDOWN_S", 0.3)
     answer, count = endpoint.answer, []
 
     def second_fails(body):

@@ -28,7 +28,7 @@ def judged(settings, count):
 
 @pytest.mark.parametrize("how", ["busy", "away"])
 def test_one_that_fails_is_left_out_while_the_other_answers(two, how, monkeypatch):
-    monkeypatch.setattr(share, "FIRST_REST_S", 60.0)
+    monkeypatch.setattr(share, "FIRST_COOLDOWN_S", 60.0)
     one, other, settings = two
     changes = {}
     if how == "away":

@@ -7,15 +7,15 @@ import threading
 
 import pytest
 
-from grpo_tasks.kit.lock import alone, private_folder
+from grpo_tasks.kit.lock import file_lock, private_folder
 from schemas.errors import UserError
 from tests.processes.waiting import until
 
 HOLDER = """
 import sys
 from pathlib import Path
-from grpo_tasks.kit.lock import alone
-with alone(Path(sys.argv[1]), who="the run small", shared=sys.argv[2] == "shared"):
+from grpo_tasks.kit.lock import file_lock
+with file_lock(Path(sys.argv[1]), holder="the run small", shared=sys.argv[2] == "shared"):
     print("HELD", flush=True)
     input()
 """
@@ -47,7 +47,7 @@ def test_the_second_waits_for_a_lock_freed_by_a_kill(path, holder):
     first, waits_for, entered = holder(), [], threading.Event()
 
     def second():
-        with alone(path, waiting=waits_for.append):
+        with file_lock(path, on_wait=waits_for.append):
             entered.set()
 
     thread = threading.Thread(target=second)
@@ -62,14 +62,14 @@ def test_the_second_waits_for_a_lock_freed_by_a_kill(path, holder):
 
 def test_those_who_share_the_lock_hold_it_together(path, holder):
     holder("shared")
-    with alone(path, shared=True, waiting=pytest.fail):
+    with file_lock(path, shared=True, on_wait=pytest.fail):
         pass
 
 
 def test_a_lock_can_be_taken_again_after_its_block_has_raised(path):
-    with pytest.raises(ZeroDivisionError), alone(path):
+    with pytest.raises(ZeroDivisionError), file_lock(path):
         raise ZeroDivisionError
-    with alone(path, waiting=pytest.fail):
+    with file_lock(path, on_wait=pytest.fail):
         pass
 
 
@@ -83,7 +83,7 @@ def test_a_foreign_file_in_a_locks_place_is_refused(path, plant):
         os.mkfifo(path)
     else:
         path.symlink_to(victim)
-    with pytest.raises(UserError, match="a lock has to be a file") as refused, alone(path):
+    with pytest.raises(UserError, match="a lock has to be a file") as refused, file_lock(path):
         pytest.fail("the lock was taken")
     assert refused.value.place == str(path)
     assert victim.read_text() == "years of work" if plant != "dangling" else not victim.exists()

@@ -51,7 +51,7 @@ class Shop:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(share, "RETRY_S", 0.05)
-    monkeypatch.setattr(share, "FIRST_REST_S", 0.02)
+    monkeypatch.setattr(share, "FIRST_COOLDOWN_S", 0.02)
 
 
 def pool_of(*shops, concurrency=4, max_failures=2, patience_s=0.0):
