@@ -1,4 +1,4 @@
-"""What the pipeline does around its steps: the settings that a use of a step gets, and what must hold before the run goes on."""
+"""What the pipeline does around its steps: the settings that a use of a step gets, and what must hold before the run continues."""
 
 from collections.abc import Mapping, Sequence
 

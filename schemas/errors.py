@@ -179,7 +179,7 @@ class EndedByOthers(KeyboardInterrupt):
 
 
 class Notice(UserWarning):
-    """What a user should know of a step that goes on, such as that it takes a slow way; shown once, wherever it arises."""
+    """What a user should know of a step that continues, such as that it takes a slow way; shown once, wherever it arises."""
 
 
 def disk_full(error: BaseException) -> bool:

@@ -105,8 +105,8 @@ class SweepSupervisor:
         """Whether a run needs no process. A store that does not know the sweep gets all runs again, from finished steps."""
         with suppress(OSError, ValueError):
             end = VariantEnd.load(self._folder(variant.number) / RESULT)
-            goes_on = end.state == "failed" or (end.state == "pruned" and not self.prune)
-            if end.key == self.plans[variant.number].key and not self.tracked.is_new and not goes_on:
+            resumes = end.state == "failed" or (end.state == "pruned" and not self.prune)
+            if end.key == self.plans[variant.number].key and not self.tracked.is_new and not resumes:
                 self.ends[variant.number] = end
                 return True
         return False

@@ -1,7 +1,7 @@
 """One run of a sweep, and what it is made of: hashed and copied when the sweep starts, compared when the run begins.
 
 It is the pipeline up to the evaluation of the merged model, with the same steps and the same folders, so a step that another run
-has finished is skipped. Nothing is published: a sweep looks at the held-out prompts many times, and the best of many runs is
+has finished is skipped. Nothing is published: a sweep evaluates the held-out prompts many times, and the best of many runs is
 partly luck. `grpo run` with the settings of the best one publishes it, and its tests decide.
 """
 

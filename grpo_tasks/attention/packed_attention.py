@@ -31,7 +31,7 @@ class PackedAttention:
         self._masks: dict[tuple[int | None, bool], Masks] = {}
         self._sequences: Sequences | None = None
 
-    # The compiler would follow the index tensors, which differ from pass to pass, and compile the layers anew each time.
+    # The compiler would follow the index tensors, which differ from pass to pass, and compile the layers again each time.
     @torch.compiler.disable
     def attend(
         self,

@@ -227,5 +227,5 @@ class PackedRow:
 
     @cached_property
     def groups(self) -> PromptGroups | None:
-        """How completions are placed beside their prompt; None without completions."""
+        """How completions are placed next to their prompt; None without completions."""
         return PromptGroups(self.prompt_of, len(self.prompt_lengths)) if self.own_lengths else None

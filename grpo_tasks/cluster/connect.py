@@ -108,7 +108,7 @@ def _faults(node_id: str) -> tuple[str, ...]:
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # Without a CPU of its own it runs beside whatever the node does.
+    # Without a CPU of its own it runs along with whatever the node does.
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     asked = ray.remote(own_versions).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
     try:

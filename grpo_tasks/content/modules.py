@@ -6,7 +6,7 @@
 
 Imports are read from the source; nothing is executed, and imports by a computed name are not found. The processes of a run import
 from copies, whatever becomes of the files meanwhile. A copy is executed under the name of the file that it was made of: a
-traceback names the user's line, and `__file__` leads to the files beside it. A module without a copy is searched as before.
+traceback names the user's line, and `__file__` leads to the files next to it. A module without a copy is searched as before.
 """
 
 import ast

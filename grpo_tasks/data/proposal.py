@@ -92,7 +92,7 @@ class Proposal:
     train: str
     """Path of the file, as the user gave it."""
     eval: str | None
-    """Path of a file of held-out rows beside it."""
+    """Path of a file of held-out rows next to it."""
     choice: ColumnChoice
     pattern: str | None
     pattern_meaning: str
@@ -220,9 +220,11 @@ def data_settings(choice: ColumnChoice, columns: list[str], pattern: str | None)
 
 def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, columns: list[str], folder: Path) -> Proposal:
     """Validate the file with this reading; raises `DataError` when the rules refuse most rows."""
-    # The file of held-out rows that belongs to a file of training rows: test.jsonl beside train.jsonl.
-    beside = [Path(path).with_name(Path(path).name.replace("train", other)) for other in _HELD_OUT if "train" in Path(path).stem]
-    held_out = next((str(other) for other in beside if other.is_file()), None)
+    # The file of held-out rows that belongs to a file of training rows: test.jsonl next to train.jsonl.
+    siblings = [
+        Path(path).with_name(Path(path).name.replace("train", other)) for other in _HELD_OUT if "train" in Path(path).stem
+    ]
+    held_out = next((str(other) for other in siblings if other.is_file()), None)
     sources = {"train": [{"path": path, "max_rows": TRIAL_ROWS}]} | ({"eval": [{"path": held_out}]} if held_out else {})
     settings = data_settings(choice, columns, pattern[0] if pattern else None)
     data = DataConfig.model_validate(sources | settings | {"system_prompt": SYSTEM_PROMPT})

@@ -257,7 +257,7 @@ def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> It
 def csv_encoding(path: Path) -> str:
     """That of the byte order mark; cp1252, which spreadsheets on Windows write, if no character of the file is UTF-8; else utf-8.
 
-    A file with valid UTF-8 beside single broken bytes stays UTF-8, and the rows with those bytes are refused.
+    A file with valid UTF-8 and single broken bytes stays UTF-8, and the rows with those bytes are refused.
     """
     marked = encoding_of(path)
     if marked != "utf-8":

@@ -5,8 +5,8 @@
     json    as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
 
 Without a tag an object is a call only with arguments, with parameters or with the name of a tool: an answer may be JSON too.
-Calls inside a reasoning block do not count, open or closed. A call that cannot be read is a call with an error: the policy is
-told, and it counts.
+Calls inside a reasoning block do not count, open or closed. A call that cannot be read is a call with an error: the policy
+reads it as an answer, and it counts.
 """
 
 import json

@@ -182,7 +182,7 @@ class EnvironmentPool:
 
         if len(groups) > 1:
             futures = [self._threads.submit(work_off, indices) for indices in groups.values()]
-            # All of them before an error is raised: the caller goes on to end conversations, and a worker serves one at a time.
+            # All of them before an error is raised: the caller then ends conversations, and a worker serves one at a time.
             wait(futures)
             for future in futures:
                 future.result()

@@ -5,7 +5,7 @@
       settings: {id: wordle, arguments: {num_train_examples: 100}}
 
 Its own rollout runs, from the first prompt to the stop condition; only the model behind its client is ours, a client that waits
-for the pipeline's policy. `write_rows` writes its data set as rows. Needs verifiers 0.1.9, which resolves beside all our pins.
+for the pipeline's policy. `write_rows` writes its data set as rows. Needs verifiers 0.1.9, which resolves with all our pins.
 """
 
 import asyncio

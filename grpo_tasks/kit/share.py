@@ -25,7 +25,7 @@ from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, member
 
 TICK_S = 0.2
-"""Longest wait between two looks at the clock; every answer and failure wakes those who wait at once."""
+"""Longest wait between two readings of the clock; every answer and failure wakes those who wait at once."""
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 1.0, 30.0
 """How long a busy server rests: the first time, and at most. Each time in a row doubles it."""
 MOST_BUSY = 3

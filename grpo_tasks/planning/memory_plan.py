@@ -1,6 +1,6 @@
 """The memory that a stage needs on a GPU, by calculation: what stands all the time, then the larger of sampling and an update.
 
-    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server beside it
+    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server on the same card
     sampling    keys and values of all rows that are decoded at once, and their logits
     update      one forward and backward pass, counted on the meta device at the longest prompts and completions
 
@@ -92,7 +92,7 @@ class StagePlan:
             "gathered weights": self._gathered() if shards > 1 else 0,
             "copy to sample from": self._copied() * self._sampled_width if self.rollout.engine == "local" else 0,
             "reference model": complete * width if not isinstance(policy, PeftModel) and self.stage.has_kl_term else 0,
-            "vLLM server": self.rollout.vllm.gpu_memory_utilization * self.memory if self._server_beside else 0,
+            "vLLM server": self.rollout.vllm.gpu_memory_utilization * self.memory if self._shares_card else 0,
         }
         return [Item(what, size) for what, size in sizes.items() if size]
 
@@ -197,7 +197,7 @@ class StagePlan:
         return 4.0 if self.model.lora is None else _width(self.model.dtype)
 
     @property
-    def _server_beside(self) -> bool:
+    def _shares_card(self) -> bool:
         vllm = self.rollout.vllm
         if self.rollout.engine != "vllm" or vllm.sleep or vllm.devices or vllm.base_urls:
             return False

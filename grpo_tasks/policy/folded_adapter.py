@@ -1,7 +1,7 @@
 """A copy of the policy for sampling: decoding through an adapter takes 1.3 to 1.5 times as long.
 
     float32 base    one weight W + scale B A, computed afresh from the untouched base at each `sync`
-    16-bit base     W as it is, beside it A and scale B, two small products more per layer
+    16-bit base     W as it is, next to it A and scale B, two small products more per layer
 
 A 16-bit weight keeps 8 (bfloat16) or 11 bits: folded in, 95 % of a first update with a learning rate of 1e-5 would be rounded
 away. Only a copy for others to load (`fold=True`) is folded whatever its precision. All weights that are not adapted are shared

@@ -398,7 +398,7 @@ def predict_only(model: CausalLM) -> None:
 
 
 def _narrow(layer: nn.Module, places: Tensor | None) -> None:
-    # The compiler would compile the layer anew for each number of tokens.
+    # The compiler would compile the layer again for each number of tokens.
     if not torch.compiler.is_compiling():
         for module in layer.modules():
             if isinstance(module, PredictingTokens):

@@ -184,7 +184,7 @@ def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -
         saved = load_peft_weights(str(adapter), device="cpu")
         loaded = get_peft_model_state_dict(policy, save_embedding_layers=False)
     # peft only warns of what it does not find again under transformers' renamings of checkpoints (Laguna's shared experts).
-    # Beside its own tensors a file may hold the base's embeddings.
+    # In addition to its own tensors a file may hold the base's embeddings.
     own = {name: tensor for name, tensor in saved.items() if ".lora_" in name or name in loaded}
     lost = [
         name

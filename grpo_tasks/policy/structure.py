@@ -63,7 +63,7 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
     limit = getattr(config, "max_position_embeddings", None)
     reach = f"prompts and completions of up to {longest:,} tokens together"
     if angles_depend_on_length(model):
-        # Keys in a cache, and short rows beside a long one, would be rotated as the model rotates no row of their own.
+        # Keys in a cache, and short rows next to a long one, would be rotated as the model rotates no row of their own.
         ropes = getattr(config, "rope_parameters", None) or {}
         # Where layers differ, each kind of layer has parameters of its own.
         kinds = [part for part in ropes.values() if isinstance(part, Mapping)] or [ropes]

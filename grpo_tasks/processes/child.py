@@ -5,7 +5,7 @@
 Both sides know only the files in DIRECTORY:
 
     spec.json    in: what to do
-    result.json  out: what came of it, beside the files that the step makes
+    result.json  out: what came of it, in addition to the files that the step makes
     error.json   out, instead of a result: the error that the user is shown
     notices.txt  out, while it works: what the user should know, a line each
     log.txt      out: everything that it prints
@@ -130,7 +130,7 @@ class Child:
 def prepare_child(*modules: str) -> None:
     """Start a fork server while this process is busy with other things: the next child then need not wait for its imports.
 
-    `modules` are what later children import beside the libraries that all of them need.
+    `modules` are what later children import in addition to the libraries that all of them need.
     """
     if not Child.idle_servers:
         # If it cannot start, the next child starts another one, with a log.

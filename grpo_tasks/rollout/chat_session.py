@@ -38,7 +38,7 @@ class ChatSession:
             "streamer": streamer,
             **({"do_sample": False} if greedy else {"do_sample": True, **chosen} if chosen else {}),
         }
-        # generate() blocks until the answer is complete, so it runs beside this generator, which reads the streamer.
+        # generate() blocks until the answer is complete, so it runs in parallel to this generator, which reads the streamer.
         worker = Thread(target=self._model.generate, kwargs=options)
         worker.start()
         yield from streamer

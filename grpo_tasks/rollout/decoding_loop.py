@@ -163,7 +163,7 @@ def truncate(logits: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Which shapes are decoded, and after how many steps the host looks at the tokens."""
+    """Which shapes are decoded, and after how many steps the host reads the tokens."""
 
     check_every: int
     fewest_rows: int

@@ -149,7 +149,7 @@ class FusedDecoder:
         rotated, _, key, query = heads.split([count, count, count, self._heads], dim=1)
         if layer.head_norms is not None:
             query, key = _normed(query, layer.head_norms[0]), _normed(key, layer.head_norms[1])
-        # Rotated keys beside the values are stored together, in one kernel.
+        # Rotated keys next to the values are stored together, in one kernel.
         multiply_into(rotated, partial(torch.bmm, key, rotation))
         return torch.bmm(query, rotation)[:, :, None], heads[:, : 2 * count].unflatten(1, (2, count))
 

@@ -81,7 +81,7 @@ class Client:
         return self.send("POST", address, path, lambda: {"json": body}, repeat=repeat)
 
     def send(self, method: str, address: str, path: str, content: Callable[[], dict[str, Any]], *, repeat: bool = True) -> Any:
-        """The answer to a request; errors as above. `content` makes the arguments of httpx, anew for each attempt."""
+        """The answer to a request; errors as above. `content` makes the arguments of httpx, again for each attempt."""
         try:
             for attempt in tenacity.Retrying(
                 retry=tenacity.retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),

@@ -26,7 +26,7 @@ from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PROGRESS, REWARD
 
 POLL_S = 0.5
-"""Shortest time between two looks at the files."""
+"""Shortest time between two readings of the files."""
 SHOW_S = 10.0
 """Shortest time between two versions of the artifact: each is some requests to the Prefect server."""
 RECENT = 20

@@ -103,7 +103,7 @@ def _build(file: Path) -> None:
                 ) from fault
             _remove(new)
             _migrate(new)
-            kept, done = "half-made", "was incomplete and held no run; a new store replaces it"
+            kept, done = "unfinished", "was incomplete and held no run; a new store replaces it"
         names = (file.with_name(f"{file.name}.{kept}{f'-{number}' if number else ''}") for number in count())
         old = next(name for name in names if not name.exists())
         # A link, so that the file never lacks a name when the process is killed.

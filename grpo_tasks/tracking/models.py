@@ -28,7 +28,7 @@ from schemas.results.model import ModelRef
 FOLDER = "model"
 """Folder of an artifact with the files of the merged model."""
 ADAPTER = "adapter"
-"""Artifact path of an adapter: in the run of its stage, and beside the model that it was merged into."""
+"""Artifact path of an adapter: in the run of its stage, and next to the model that it was merged into."""
 ORIGIN = "grpo.json"
 """File that `grpo download` adds to a model's folder: its lineage."""
 Manifest = dict[str, dict[str, str | int]]

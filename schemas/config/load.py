@@ -1,6 +1,6 @@
 """Reads a YAML file with `--set` overrides into a `RunConfig`, or raises one `ConfigError` that says what to fix.
 
-    file --extends--> merged tree --overrides--> checked RunConfig --own reward modules beside the file--> RunConfig
+    file --extends--> merged tree --overrides--> checked RunConfig --own reward modules next to the file--> RunConfig
 
 A source is the name of a preset (`demo`) or a path. `extends: SOURCE` merges a file over another one: sections are merged by key,
 lists are replaced. An override is `a.b.0.c=value` with a YAML value.
@@ -76,7 +76,7 @@ def _layers(source: str | Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def _extended(name: object, files: list[Path]) -> Path:
     """The file that the last of `files` extends."""
-    found = find_config(name, beside=files[-1].parent) if isinstance(name, str) else None
+    found = find_config(name, near=files[-1].parent) if isinstance(name, str) else None
     if found is None or found.resolve() in [file.resolve() for file in files]:
         raise ConfigError(
             f"extends: {name} does not name another config",
@@ -179,13 +179,13 @@ def tracking_at(uri: str | None) -> TrackingConfig:
     return _valid(lambda: TrackingConfig(tracking_uri=uri), "--tracking-uri")
 
 
-def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
-    """The file of a path or of a preset's name; the folder `beside` is searched first.
+def find_config(source: str | Path, *, near: Path | None = None) -> Path:
+    """The file of a path or of a preset's name; the folder `near` is searched first.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read. The message lists the presets.
     """
-    candidates = [*([beside / source] if beside else []), Path(source), PRESETS / f"{source}.yaml"]
+    candidates = [*([near / source] if near else []), Path(source), PRESETS / f"{source}.yaml"]
     reasons = {candidate: why_not_a_file(candidate) for candidate in candidates}
     for candidate, reason in reasons.items():
         if not reason:

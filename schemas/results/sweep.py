@@ -15,7 +15,7 @@ class Pruning(Result):
     """How a stage that belongs to a sweep compares itself with the other runs."""
 
     folder: Path
-    """Of the run in the sweep. Those of the other runs lie beside it."""
+    """Of the run in the sweep. Those of the other runs lie next to it."""
     family: str
     """The same for runs with equal data, rewards and sampling: their held-out rewards mean the same."""
     min_siblings: int | None
@@ -42,7 +42,7 @@ class Curve(Result):
 
 
 class VariantSpec(Result):
-    """What the process of one run of a sweep is told."""
+    """What the process of one run of a sweep is given."""
 
     number: int  # from 1, in the order of the grid
     label: str

@@ -125,7 +125,7 @@ def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_na
     make_irreparable(file)
     before = file.read_bytes()
     assert run_names(uri) == []
-    assert file.with_name("mlflow.db.half-made").read_bytes() == before
+    assert file.with_name("mlflow.db.unfinished").read_bytes() == before
     assert "a new store replaces it" in caplog.text
 
 
