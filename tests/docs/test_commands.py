@@ -5,6 +5,7 @@ ELSEWHERE  the file that runs the same command, and the words by which one finds
 not run    below `<!-- not run: REASON -->` on the page
 """
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -126,6 +127,19 @@ def test_docs_are_made_by_what_the_tests_run():
     target = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")[2].partition("\n\n")[0]
     assert "docs/generate.py" in target
     assert "mkdocs build" in target
+
+
+def modules_on_pages():
+    texts = [path.read_text(encoding="utf-8") for path in [*written_pages(), ROOT / "Makefile"]]
+    return sorted({name for text in texts for name in re.findall(r"-m ((?:tests|flows|grpo_tasks)\.[a-z_.]+[a-z_])", text)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", modules_on_pages())
+def test_a_module_that_a_page_starts_can_be_started(name):
+    if importlib.util.find_spec(name).submodule_search_locations:
+        name += ".__main__"
+    assert '__name__ == "__main__"' in Path(importlib.import_module(name).__file__).read_text(encoding="utf-8")
 
 
 def test_grpo_commands_on_pages_exist():
