@@ -1,4 +1,4 @@
-"""What the pipeline does around its steps: the settings that a use of a step gets, and what must hold before the run continues."""
+"""What the pipeline does around its steps: the settings of each use of a step, and what must hold for the run to continue."""
 
 from collections.abc import Mapping, Sequence
 

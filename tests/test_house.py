@@ -205,7 +205,7 @@ def test_only_kit_replaces_files_and_takes_locks():
 
 
 STARTS_ELSEWHERE = {
-    "grpo_tasks/cluster/node.py": "a shell that outlives the node, and removes its folder",
+    "grpo_tasks/cluster/jobs.py": "a shell that outlives the node, and removes its folder",
     "grpo_tasks/operating/servers.py": "servers that go on when the command has ended",
 }
 """Files outside kit and processes that call Popen or fork. subprocess.run, which waits, is free to all."""
@@ -217,7 +217,7 @@ SLEEPS_ELSEWHERE = {
     "grpo_tasks/cluster/stage.py": "the same",
     "grpo_tasks/grpo/sampler.py": "a thread that adds servers as long as the stage runs",
     "grpo_tasks/judging/store.py": "a turn comes when another process has given it back",
-    "grpo_tasks/operating/supervision.py": "the supervisor of the stack starts again what ends",
+    "grpo_tasks/operating/servers.py": "the supervisor of the stack starts again what ends",
     "grpo_tasks/running/prefect_server.py": "a server that starts may need several requests",
     "grpo_tasks/running/slots.py": "Prefect tells nobody that a slot is free",
     "grpo_tasks/running/step.py": "retries of a step where no Prefect runs it",

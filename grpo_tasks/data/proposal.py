@@ -221,9 +221,8 @@ def data_settings(choice: ColumnChoice, columns: list[str], pattern: str | None)
 def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, columns: list[str], folder: Path) -> Proposal:
     """Validate the file with this reading; raises `DataError` when the rules refuse most rows."""
     # The file of held-out rows that belongs to a file of training rows: test.jsonl next to train.jsonl.
-    siblings = [
-        Path(path).with_name(Path(path).name.replace("train", other)) for other in _HELD_OUT if "train" in Path(path).stem
-    ]
+    file = Path(path)
+    siblings = [file.with_name(file.name.replace("train", other)) for other in _HELD_OUT if "train" in file.stem]
     held_out = next((str(other) for other in siblings if other.is_file()), None)
     sources = {"train": [{"path": path, "max_rows": TRIAL_ROWS}]} | ({"eval": [{"path": held_out}]} if held_out else {})
     settings = data_settings(choice, columns, pattern[0] if pattern else None)

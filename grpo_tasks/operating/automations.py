@@ -38,10 +38,10 @@ SUSPENDED = "grpo.run.suspended"
 """Sent several times by a run that waits for approval: a lost event would make it Crashed."""
 PRUNED = "Pruned"
 """State in which a run of a sweep ends when the others do better."""
+_FAILED = {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
 _FACTS = ("detail", "stage", "update")
 _VANISHED = "no sign of life: its worker or its machine has gone; the same run started again continues with what is left"
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry", PRUNED)
-FAILED = {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
 
 
 def automations(notify: ActionTypes) -> list[AutomationCore]:
@@ -51,7 +51,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
         _reaction(
             "grpo: a run has failed",
             "A run of the pipeline, or of one step, failed or crashed.",
-            {"expect": FAILED, "match_related": flows},
+            {"expect": _FAILED, "match_related": flows},
             notify,
         ),
         _reaction(
@@ -78,20 +78,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             {"after": {"grpo.approval.requested"}, "expect": {"grpo.approval.decided"}} | _silence(REMINDER),
             notify,
         ),
-        *(
-            _reaction(
-                f"grpo: {name} keeps failing",
-                f"Pauses the schedules of {name} after {FAILURES} failures within {FAILURES_WITHIN.days} days.",
-                {
-                    "expect": FAILED,
-                    "match_related": {"prefect.resource.role": "deployment", "prefect.resource.name": [name, f"{name}-served"]},
-                    "threshold": FAILURES,
-                    "within": FAILURES_WITHIN,
-                },
-                PauseDeployment(type="pause-deployment", source="inferred"),
-            )
-            for name in SCHEDULED
-        ),
+        *(_pause_after_failures(name) for name in SCHEDULED),
         _reaction(
             "grpo: a run has vanished",
             "A run sends no sign of life any more: its worker or its machine has gone. It becomes Crashed.",
@@ -104,6 +91,16 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             ChangeFlowRunState(type="change-flow-run-state", state=StateType.CRASHED, name="Crashed", message=_VANISHED),
         ),
     ]
+
+
+def _pause_after_failures(deployment: str) -> AutomationCore:
+    related = {"prefect.resource.role": "deployment", "prefect.resource.name": [deployment, f"{deployment}-served"]}
+    return _reaction(
+        f"grpo: {deployment} keeps failing",
+        f"Pauses the schedules of {deployment} after {FAILURES} failures within {FAILURES_WITHIN.days} days.",
+        {"expect": _FAILED, "match_related": related, "threshold": FAILURES, "within": FAILURES_WITHIN},
+        PauseDeployment(type="pause-deployment", source="inferred"),
+    )
 
 
 def _reaction(name: str, description: str, trigger: dict[str, Any], action: ActionTypes) -> AutomationCore:

@@ -1,6 +1,6 @@
 """The memory that a stage needs on a GPU, by calculation: what stands all the time, then the larger of sampling and an update.
 
-    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server on the same card
+    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server on the card
     sampling    keys and values of all rows that are decoded at once, and their logits
     update      one forward and backward pass, counted on the meta device at the longest prompts and completions
 

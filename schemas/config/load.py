@@ -76,7 +76,7 @@ def _layers(source: str | Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def _extended(name: object, files: list[Path]) -> Path:
     """The file that the last of `files` extends."""
-    found = find_config(name, near=files[-1].parent) if isinstance(name, str) else None
+    found = find_config(name, folder=files[-1].parent) if isinstance(name, str) else None
     if found is None or found.resolve() in [file.resolve() for file in files]:
         raise ConfigError(
             f"extends: {name} does not name another config",
@@ -180,12 +180,12 @@ def tracking_at(uri: str | None) -> TrackingConfig:
 
 
 def find_config(source: str | Path, *, near: Path | None = None) -> Path:
-    """The file of a path or of a preset's name; the folder `near` is searched first.
+    """The file of a path or of a preset's name; `folder` is searched first.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read. The message lists the presets.
     """
-    candidates = [*([near / source] if near else []), Path(source), PRESETS / f"{source}.yaml"]
+    candidates = [*([folder / source] if folder else []), Path(source), PRESETS / f"{source}.yaml"]
     reasons = {candidate: why_not_a_file(candidate) for candidate in candidates}
     for candidate, reason in reasons.items():
         if not reason:

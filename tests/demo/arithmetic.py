@@ -36,12 +36,10 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """The question as the user asks it."""
         return f"What is {self.left} {self.sign} {self.right}?"
 
     @property
     def answer(self) -> int:
-        """The right answer."""
         return self.left + self.right if self.sign == "+" else self.left - self.right
 
     @property
@@ -85,18 +83,15 @@ def split_problems(*, seed: int = 0) -> Split:
 
 
 def either_way(problem: Problem, rng: random.Random) -> Problem:
-    """The problem as given or turned, with probability 1/2 each."""
     return problem.turned if rng.random() < 0.5 else problem
 
 
 def write_rows(path: Path, problems: tuple[Problem, ...]) -> None:
-    """Write one JSON line {"question", "answer"} per problem."""
     rows = [json.dumps({"question": problem.question, "answer": str(problem.answer)}) for problem in problems]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8", newline="\n")
 
 
 def write_task(folder: Path) -> None:
-    """Write the two data files of the demo."""
     split = split_problems()
     write_rows(folder / TRAIN_FILE, split.train)
     write_rows(folder / EVAL_FILE, split.eval)

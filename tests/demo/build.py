@@ -37,7 +37,6 @@ LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1
 MAX_NEW_TOKENS = 64
 IGNORE = -100
-"""Label of tokens without a loss, as transformers defines it."""
 
 VOCAB_SIZE = 320
 MAX_LENGTH = 2048
@@ -49,7 +48,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-"""ChatML without a default system message."""
 
 
 SHAPES: dict[str, float] = {
@@ -70,7 +68,6 @@ FAULTS: dict[str, float] = {
     "wrong_answer": 0.05,
     "cut": 0.05,
 }
-"""Errors of a demonstration with their shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,6 @@ class SolvedProblem:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """The calculation digit by digit as text, and the answer that follows from it."""
-
     ones: str
     tens: str
     answer: str
@@ -113,18 +108,12 @@ def work_out(problem: Problem, *, ones_error: int = 0, tens_error: int = 0) -> W
 
 
 def good_completion(problem: Problem) -> str:
-    """The completion that GRPO should lead to."""
     working = work_out(problem)
     return next(iter(SHAPES)).format(working=f"{working.ones}, {working.tens}", answer=working.answer)
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> SolvedProblem:
-    """One demonstration with a random shape and a random error.
-
-    About a fifth work digit by digit with both tags. The others lack a tag or state the answer in a sentence. In every shape
-    about one in five has a wrong digit; errors are random, so the right digit stays the most probable one and GRPO can strengthen
-    it.
-    """
+    """One demonstration with a random shape and a random error: the right digit stays the most probable one."""
     shape, fault = _draw(SHAPES, rng), _draw(FAULTS, rng)
     error = rng.randint(1, 9)
     working = work_out(problem, ones_error=error * (fault == "wrong_ones"), tens_error=error * (fault == "wrong_tens"))
@@ -159,8 +148,6 @@ class DemonstrationBatch:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The shares of completions with strict format and with the right answer."""
-
     format_rate: float
     accuracy: float
 
@@ -233,12 +220,10 @@ def collate(demonstrations: list[SolvedProblem], tokenizer: PreTrainedTokenizerB
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as text, up to the beginning of the assistant's turn."""
     return tokenizer.apply_chat_template(chat(problem), tokenize=False, add_generation_prompt=True)
 
 
 def save_base(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save the weights in bfloat16 next to the tokenizer, with sampling settings for chats."""
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.7,
@@ -264,7 +249,6 @@ def measure(folder: Path, problems: tuple[Problem, ...], *, seed: int) -> Measur
 
 @torch.inference_mode()
 def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: tuple[Problem, ...]) -> list[str]:
-    """One completion per problem, without its end token."""
     prompts = tokenizer([render(problem, tokenizer) for problem in problems], padding=True, return_tensors="pt")
     tokens: Int[Tensor, "B T"] = model.generate(
         **prompts, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
@@ -273,11 +257,7 @@ def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Build the tokenizer; the result is the same at every call.
-
-    transformers chooses the class by the model's type, so this is a Qwen2Tokenizer with Qwen's splitting rule, which makes every
-    digit a token. Only vocabulary and merges are the demo's own.
-    """
+    """A Qwen2Tokenizer, which transformers chooses by the model's type: each digit is a token. Vocabulary and merges are ours."""
     merges = learn_merges(VOCAB_SIZE - 256 - len(SPECIAL_TOKENS))
     names = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
     return Qwen2Tokenizer(

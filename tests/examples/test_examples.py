@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -55,33 +56,25 @@ def test_every_example_has_the_same_files(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_data_of_an_example_is_what_its_script_writes(name, tmp_path):
     [data] = (EXAMPLES / name).glob("data.*")
-    shutil.copy(EXAMPLES / name / "make_data.py", tmp_path)
-    code = (tmp_path / "make_data.py").read_text()
-    exec(
-        compile(code, str(tmp_path / "make_data.py"), "exec"),
-        {"__name__": "__main__", "__file__": str(tmp_path / "make_data.py")},
-    )
+    runpy.run_path(shutil.copy(EXAMPLES / name / "make_data.py", tmp_path), run_name="__main__")
     assert (tmp_path / data.name).read_bytes() == data.read_bytes()
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/gpu.yaml")))
-def test_the_run_for_a_gpu_is_a_valid_config(name, tmp_path, monkeypatch):
+OTHERS = [(path.parent.name, "gpu.yaml", "Qwen") for path in sorted(EXAMPLES.glob("*/gpu.yaml"))]
+
+
+@pytest.mark.parametrize(("name", "file", "named"), [*OTHERS, ("calculator", "without_tool.yaml", "calculator-without-tool")])
+def test_the_other_runs_of_an_example_are_valid_configs(name, file, named, tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES / name, tmp_path / name)
     monkeypatch.chdir(tmp_path / name)
-    outcome = CliRunner().invoke(app, ["run", "gpu.yaml", "--dry-run"])
+    outcome = CliRunner().invoke(app, ["run", file, "--dry-run"])
     assert outcome.exit_code == 0, outcome.output
-    assert "Qwen" in outcome.output
+    assert named in outcome.output
 
 
-def test_the_calculator_without_its_tool_is_a_valid_config(tmp_path, monkeypatch):
-    shutil.copytree(EXAMPLES / "calculator", tmp_path / "calculator")
-    monkeypatch.chdir(tmp_path / "calculator")
-    outcome = CliRunner().invoke(app, ["run", "without_tool.yaml", "--dry-run"])
-    assert outcome.exit_code == 0, outcome.output
-    assert "calculator-without-tool" in outcome.output
+def test_demonstrations_of_the_calculator_are_right_and_call_nothing():
     module = module_of("calculator", "calculator")
     rows = [json.loads(line) for line in (EXAMPLES / "calculator" / "data.jsonl").read_text().splitlines()]
-    # Its demonstrations have the right answers, and no call.
     assert all(row["answer"] in module.from_memory(row) and "tool_call" not in module.from_memory(row) for row in rows)
 
 
@@ -104,7 +97,7 @@ def test_the_reward_of_my_csv_wants_reply_and_currency():
 def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / name, tmp_path / "mine")
     if (script := tmp_path / "mine" / "copy_model.py").exists():
-        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
+        runpy.run_path(str(script), run_name="__main__")
     place = Place(tmp_path / "mine", prefect_api)
     stages = len(yaml.safe_load((EXAMPLES / name / "config.yaml").read_text(encoding="utf-8"))["stages"])
     quick = {key: value for key, value in QUICK.items() if key != "stages.1.max_steps" or stages > 1}
@@ -115,14 +108,8 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
     assert json.loads(report.read_text())["quarantined"] == 0
 
 
-SHORT = {
-    "stages.0.max_steps": 400,
-    "stages.1.max_steps": 10,
-    "evaluation.stages": "false",
-    "evaluation.max_prompts": 100,
-    "evaluation.num_samples": 1,
-    "resources.num_threads": 1,
-}
+SHORT = {"stages.0.max_steps": 400, "stages.1.max_steps": 10, "evaluation.stages": "false"}
+SHORT |= {"evaluation.max_prompts": 100, "evaluation.num_samples": 1, "resources.num_threads": 1}
 
 
 @pytest.mark.long
