@@ -179,7 +179,7 @@ def tracking_at(uri: str | None) -> TrackingConfig:
     return _valid(lambda: TrackingConfig(tracking_uri=uri), "--tracking-uri")
 
 
-def find_config(source: str | Path, *, near: Path | None = None) -> Path:
+def find_config(source: str | Path, *, folder: Path | None = None) -> Path:
     """The file of a path or of a preset's name; `folder` is searched first.
 
     Raises:
