@@ -138,7 +138,7 @@ def test_quarantine_shows_what_was_found_and_what_it_means(planted):
 IGNORABLE = {rule.name for rule in RULES if rule.ignorable}
 
 
-@pytest.mark.parametrize("rules", [IGNORABLE, {"duplicate"}, {"prompt_too_long", "unknown_role"}], ids=str)
+@pytest.mark.parametrize("rules", [IGNORABLE, {"duplicate"}, {"prompt_too_long", "unknown_role"}], ids=len)
 def test_an_ignored_rule_refuses_nothing(planted, rules):
     verdict = planted(ignore_rules=sorted(rules))
     kept = [line for line, (broken, _) in enumerate(PLANTED, 1) if broken <= rules]
