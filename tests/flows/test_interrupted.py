@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, started twice at once, or out of disk: the same command goes on, and learns as ever."""
+"""Runs that are killed, interrupted, started twice at once, or out of disk: the same command continues, and learns as ever."""
 
 import json
 import os

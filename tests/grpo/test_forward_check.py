@@ -20,7 +20,7 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from grpo_tasks.attention import shared_prompt
+from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy import folded_adapter, sharded
@@ -224,8 +224,9 @@ def test_one_completion_is_enough_to_find_a_leak_to_the_next(stages):
 
 
 def test_the_check_reaches_beyond_the_window_of_the_attention(stages, monkeypatch):
-    # Its window is in its mask, which a packed row does without. The attention reads it from the config, here it does not.
-    monkeypatch.setattr(shared_prompt, "_window_in_mask", lambda _: None)
+    # Its window is in its mask, which a packed row does without. The attention reads it from the config; here it is lost.
+    attend = PackedAttention.attend
+    monkeypatch.setattr(PackedAttention, "attend", lambda self, *tensors_and_window: attend(self, *tensors_and_window[:-1], None))
     config = Qwen2MoeConfig(
         **SMALL, sliding_window=8, use_sliding_window=True, max_window_layers=2, num_experts=2, num_experts_per_tok=1,
         moe_intermediate_size=32, shared_expert_intermediate_size=32,
