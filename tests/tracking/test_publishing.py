@@ -1,6 +1,7 @@
 """Publishing: a version per model and run, an alias that moves only to a better model, no damaged, unproved or lost model."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -289,8 +290,8 @@ def by_children(monkeypatch, tmp_path):
     close_servers()
     prepare_publishing()
     yield {
-        "log": lambda spec: publish_model._log(tmp_path, spec),
-        "prove": lambda spec: publish_model._prove(tmp_path, spec),
+        "log": partial(publish_model._run_child, "grpo_tasks.tracking.log_model", tmp_path),
+        "prove": partial(publish_model._run_child, "grpo_tasks.tracking.proof", tmp_path / "served"),
     }
     close_servers()
 
