@@ -12,7 +12,6 @@ from tests.cluster.digits import write_digits
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.ci
 def test_conversations_on_two_nodes_train_the_bytes_of_two_local_processes(nodes, stages, tmp_path, monkeypatch):
     nodes.add(), nodes.add()
     write_digits(tmp_path / "own")

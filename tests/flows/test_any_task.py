@@ -63,8 +63,6 @@ TASKS = {
         "figures": ["reward/task/sums", "reward/task/echo", "accuracy/task/sums", "accuracy/task/echo"],
     },
 }
-IN_CI = {"mixture"}
-"""Several tasks, each with rewards of its own."""
 
 
 def config_of(name, task):
@@ -101,7 +99,7 @@ def prefect_api(tmp_path_factory):
         yield api
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ci] if name in IN_CI else []) for name in TASKS])
+@pytest.mark.parametrize("name", TASKS)
 def test_a_task_of_any_kind_ends_in_a_promoted_champion(name, tmp_path, prefect_api):
     task, place = TASKS[name], Place(tmp_path, prefect_api)
     place.write("rows.jsonl", "\n".join(map(json.dumps, task["rows"])))

@@ -234,7 +234,6 @@ def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_a_reward_for_stuffed_tags_is_stopped_by_name(place, small):
     place.write("mine.py", "def greedy(completions, **_):\n    return [c[0]['content'].count('<answer>') for c in completions]\n")
     stage = SMALL["stages"][0] | {"rewards": ["greedy"]}
@@ -302,7 +301,6 @@ def test_merge_refuses_a_full_folder_and_a_model_without_adapter(worked):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked):
     place, _ = worked
     assert "rewards/brief/mean" in place.child("format", "small").data.metrics

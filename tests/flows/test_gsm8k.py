@@ -38,7 +38,6 @@ def config(real_data, place):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_gsm8k_is_accepted_completely_probed_trained_on_and_published(place, config, real_data):
     place.grpo("run", config)
     [report] = place.root.glob("runs/gsm8k/validate_data/*/result.json")

@@ -71,7 +71,6 @@ def test_a_run_says_version_figures_and_what_stood_in_its_way(tmp_path, found, s
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_the_list_of_runs_shows_results_and_no_pickle_remains(place, small):
     small()
     place.grpo("validate", "small.yaml")

@@ -70,7 +70,6 @@ def test_every_prompt_of_a_run_shows_the_same_tools(config):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_questions_and_evaluations_are_played_with_the_tools(config):
     data, model = load_data(config, "work/data"), base_model(config)
     asked = [one for each in completions_of(config, model, QUESTIONS, num_samples=4, temperature=1.0) for one in each]

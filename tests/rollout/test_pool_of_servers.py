@@ -128,8 +128,7 @@ def soon(condition):
 
 
 @pytest.mark.long
-@pytest.mark.ci
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_a_server_killed_in_a_batch_serves_the_next_policy(servers, engine_on, policy, tokenizer, prompts, wanted, merged):
     engine = engine_on(servers, merged=merged)
     assert generate(engine, prompts) == wanted

@@ -26,7 +26,6 @@ class Shop:
 
 
 @pytest.mark.long
-@pytest.mark.ci
 @pytest.mark.parametrize("offered", [{"tools": ["my_tools:add"]}, {"environment": "my_tools:Shop"}], ids=["tools", "environment"])
 def test_a_demonstration_follows_the_prompt_that_shows_the_tools(sums, tmp_path, monkeypatch, offered):
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from grpo_tasks.tracking.runs import open_run
 from tests.kill_at import REQUESTS, count_calls, is_killed_at, some
 from tests.tracking.conftest import artifacts_of, history, verdict
 
-pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 POINTS = 8
 
