@@ -169,8 +169,8 @@ def prefect_yaml() -> str:
         "deployments": [deployment.entry() for deployment in deployments()],
     }
     head = f"# Written by `grpo deployments` from flows/deployments.py. Relative paths start from the folder in {WORKDIR}.\n"
-    dumper = type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
     # Without anchors, which would make the file hard to read and to edit.
+    dumper = type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
     return head + yaml.dump(tree, sort_keys=False, allow_unicode=True, width=120, Dumper=dumper)
 
 
