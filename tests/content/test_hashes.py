@@ -83,7 +83,7 @@ def test_other_contents_of_the_same_size_are_noticed(tmp_path, settle, change):
     assert file_sha256(path, remembered=True) != before
 
 
-@pytest.mark.parametrize(("content", "settled_ns"), [(LARGE, 2_000_000_000), (b"{}", -1)], ids=["a moment old", "small"])
+@pytest.mark.parametrize(("content", "settled_ns"), [(LARGE, hashes._SETTLED_NS), (b"{}", -1)], ids=["a moment old", "small"])
 def test_new_files_and_small_files_are_always_read(tmp_path, reads, monkeypatch, content, settled_ns):
     monkeypatch.setattr(hashes, "_SETTLED_NS", settled_ns)
     path = write(tmp_path / "model.safetensors", content)

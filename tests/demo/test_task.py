@@ -66,6 +66,7 @@ def test_rebuilding_gives_the_data_files_byte_for_byte(tmp_path):
 
 def test_the_system_prompt_is_one_plain_line_that_the_preset_repeats():
     assert SYSTEM_PROMPT.isascii()
+    assert SYSTEM_PROMPT.isprintable()
     assert re.findall(r"</?\w+>", SYSTEM_PROMPT) == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
     preset = yaml.safe_load((REPOSITORY / "deploy" / "presets" / "demo.yaml").read_text(encoding="utf-8"))
     assert preset["data"]["system_prompt"] == SYSTEM_PROMPT

@@ -105,10 +105,27 @@ def test_a_misspelt_field_is_found_by_the_schemas():
     broken["spec"]["template"]["spec"]["container"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
-    cluster = next(tree for tree in RAY if tree["kind"] == "RayCluster")
-    for wrong in ({"workerGroupSpec": []}, {"headGroupSpec": {"rayStartParams": {"num-cpus": 0}}}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(cluster | {"spec": cluster["spec"] | wrong}, KUBERAY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "wrong", "says"),
+    [
+        ("RayCluster", [], {"workerGroupSpec": []}, "'workerGroupSpec' was unexpected"),
+        ("RayCluster", ["headGroupSpec"], {"rayStartParameters": {}}, "'rayStartParameters' was unexpected"),
+        ("RayCluster", ["headGroupSpec", "rayStartParams"], {"num-cpus": 0}, "0 is not of type 'string'"),
+        ("RayCluster", ["workerGroupSpecs", 0], {"maxReplica": 1}, "'maxReplica' was unexpected"),
+        ("RayJob", [], {"submitMode": "HTTPMode"}, "'submitMode' was unexpected"),
+        ("RayJob", ["rayClusterSpec"], {"version": "2"}, "'version' was unexpected"),
+    ],
+)
+def test_a_wrong_field_of_ray_is_found_by_its_definition(kind, path, wrong, says):
+    [broken] = [copy.deepcopy(tree) for tree in RAY if tree["kind"] == kind]
+    place = broken["spec"]
+    for part in path:
+        place = place[part]
+    place |= wrong
+    with pytest.raises(jsonschema.ValidationError, match=says):
+        jsonschema.validate(broken, KUBERAY)
 
 
 def test_a_pod_with_a_volume_finds_vllm_where_runs_look(tmp_path):
