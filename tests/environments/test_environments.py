@@ -360,6 +360,7 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
 def test_an_executing_environment_never_gets_unreadable_or_too_many_calls(pool_of, call, row):
     # A schema of its own may leave out the parameters; the lab calls every tool all the same.
     pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop", max_tool_calls=1024)
+    assert "parameters" not in pool.schemas()[0]["function"]
     turns = [script.turns for script in scripts_of([row()], pool.schemas(), perfect=[None], max_turns=4)]
     assert any("buy" in turn for one in turns for turn in one)
     pool.begin([(0, row(), 0)])

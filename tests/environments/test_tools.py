@@ -8,7 +8,7 @@ from grpo_tasks.environments.contract import Environments
 from schemas.errors import ConfigError, UserError
 
 TOOLS = '''
-import asyncio, os, random, sys
+import asyncio, os, random, sys, time
 
 def add(a: int, b: int) -> int:
     """Adds two numbers.
@@ -53,6 +53,10 @@ def much() -> str:
 def dice() -> float:
     """Throws dice."""
     return random.random()
+
+def hang() -> str:
+    """Never returns."""
+    time.sleep(600)
 
 def crash() -> str:
     """Ends the process."""
@@ -160,9 +164,12 @@ def test_a_turn_without_a_call_ends_the_conversation(pool_of, call, row):
 
 
 @pytest.mark.slow
-def test_a_tool_that_dies_answers_with_its_name_but_once(pool_of, call, row):
-    tool, said = "crash", "crash ended its worker process (exit code 7)"
-    pool = pool_of(TOOLS, tools=["add", tool])
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [("hang", "hang did not return within 2 s"), ("crash", "crash ended its worker process (exit code 7)")],
+)
+def test_a_tool_that_hangs_or_dies_answers_with_its_name_but_once(pool_of, call, row, tool, said):
+    pool = pool_of(TOOLS, tools=["add", tool], timeout_s=2.0 if tool == "hang" else 20.0)
     pool.begin([(0, row(), 1), (1, row(), 2)])
     first, second = pool.answer([(0, call(tool) + call("add", a=1, b=1)), (1, call("add", a=2, b=2))])
     assert answers(first) == [json.dumps({"error": said}), "2"]

@@ -13,6 +13,16 @@ from tests.processes.waiting import until
 TOOLS = '''
 import os, threading
 
+def forge() -> str:
+    """Writes a reply of its own to the socket of the worker."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                os.write(int(name), b'GRPO' + (20).to_bytes(8, "big") + b'{"request": "00000"}')
+        except OSError:
+            pass
+    return "done"
+
 def end_later() -> int:
     """Starts a thread that ends the process."""
     threading.Timer(0.2, os._exit, (3,)).start()
@@ -43,6 +53,16 @@ def test_a_process_that_any_signal_ends_is_named(pool_of, call, row):
         pool.begin([(0, row(), 0)])
         (observed,) = pool.answer([(0, call("kill_itself", number=number))])
         assert json.loads(observed.messages[0]["content"]) == {"error": f"kill_itself ended its worker process (signal {name})"}
+
+
+@pytest.mark.slow
+def test_a_tool_that_forges_a_reply_of_its_worker_gains_nothing(pool_of, call, row):
+    pool = pool_of(TOOLS, tools=["forge", "add"])
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("forge") + call("add", a=1, b=2))])
+    refused, answered = [message["content"] for message in observed.messages]
+    assert "on the socket of its worker process" in json.loads(refused)["error"]
+    assert answered == "3"
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,13 @@ def test_every_tool_is_called_with_arguments_that_fit(outcomes):
     assert odd.reward == 1.5
 
 
+@pytest.mark.slow
+def test_a_player_that_fails_is_a_text(pool_of, row):
+    pool = pool_of(ENVIRONMENTS, environment="BadPlayer")
+    assert perfect_turns(pool, [row(word="up")]) == ["perfect raised TypeError: 'int' object is not iterable"]
+    assert perfect_turns(pool_of(ENVIRONMENTS, environment="Tools"), [row()]) == [None]
+
+
 def test_percentiles_are_values_that_occurred():
     assert [percentile(range(1, 101), share) for share in (0.5, 0.95, 1.0)] == [50, 95, 100]
     assert (percentile([7.0], 0.5), percentile([], 0.5)) == (7.0, 0.0)

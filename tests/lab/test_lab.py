@@ -1,6 +1,7 @@
 """The lab lets good rewards through and stops bad ones by name, before any training."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -172,14 +173,36 @@ def test_a_stage_whose_sum_pays_for_nothing_is_stopped(run_config, own_module, r
     assert f"stage:first/{check}" in failed(findings)
 
 
-def test_a_function_may_not_apply_to_some_rows_or_completions(run_config, own_module, rows, make_row):
-    mixed, names = [rows[0], make_row(9, "7", task="other")], ["one_task", "some_none"]
-    findings = lab_of(run_config, own_module, {"first": ["format", *names]}, mixed, functions=names)
-    assert {
-        name for name in failed(findings) if name.startswith(("one_task", "some_none/contract", "some_none/applies"))
-    } == set()
+def test_right_functions_pass_and_need_not_apply_to_everything(run_config, own_module, rows, make_row):
+    mixed, names = [rows[0], make_row(9, "7", task="other")], ["good", "one_task", "some_none"]
+    findings = lab_of(run_config, own_module, {name: ["format", name] for name in names}, mixed, functions=names)
+    # A stage of some_none alone pays for the wrong things; the right ones pass every check.
+    assert {name for name in failed(findings) if "some_none" not in name} == set()
+    assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
     assert "does not apply to" in detail
+
+
+@pytest.mark.slow
+def test_functions_see_rows_of_their_tasks_and_print_to_the_log(run_config, own_module, make_row, capfd, tmp_path):
+    own_module("""
+        def sums(completions, task, **kwargs):
+            print("by print")
+            assert set(task) == {"sums"}, task
+            return [float(len(chat[0]["content"])) for chat in completions]
+    """)
+    rows = [replace(make_row(line), task=task) for line, task in enumerate(["sums", "style", "sums", "style"], 1)]
+    functions = {"sums": {"function": "my_rewards:sums"}}
+    tasks = {"sums": {"rewards": ["sums"]}, "style": {"rewards": ["length"]}}
+    data = {"train": [{"path": "train.jsonl"}], "task_column": "task", "tasks": tasks}
+    config = run_config({"s": ["sums", "length"]}, rewards={"functions": functions}, lab={"num_rows": 4}, data=data)
+    findings = run_lab(config, rows, log=tmp_path / "log.txt")
+    assert failed(findings) == set()
+    table = findings.probes
+    assert table.filter(pl.col("line") % 2 == 0)["reward_sums"].null_count() == table.height // 2
+    assert table.filter(pl.col("line") % 2 == 1)["reward_sums"].null_count() == 0
+    assert capfd.readouterr() == ("", "")
+    assert "by print\n" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -410,9 +433,7 @@ def test_a_task_without_answers_is_tried_and_own_golds_allow_more_checks(run_con
     )
     findings = run_lab(config, style_rows)
     assert failed(findings) == set()
-    found = [check for check in findings.checks if check.check == "order"]
-    # Repeating a good text three times earns as much: the one opinion here is about gaming or order.
-    assert bool(found) == (gold is not None)
+    assert [check.outcome for check in findings.checks if check.check == "order"] == order
     assert ("lab.gold" in " ".join(findings.left_out)) == (gold is None)
     perfect = findings.probes.filter(role="perfect")["completion"].to_list()
     assert len(perfect) == (0 if gold is None else 2)

@@ -70,5 +70,6 @@ def test_an_ended_process_is_not_running_before_it_is_collected():
 
 def test_another_process_with_the_same_pid_is_not_taken_for_it():
     own = ProcessIdentity.of()
+    assert own.process() == psutil.Process()
     earlier = replace(own, born=own.born - 60)
     assert earlier.process() is None
