@@ -94,6 +94,10 @@ def test_plain_prompts_may_hold_templates_but_not_be_empty(judged):
     assert broken(judged(*rows)) == {14: "content_empty"}
 
 
+def test_a_row_without_answer_among_rows_with_answers_stays_an_error(judged):
+    assert broken(judged(*STRINGS, {"prompt": "Once more"})) == {13: "answer_missing"}
+
+
 def test_parts_of_a_message_that_are_all_text_are_joined(judged):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?", "image": None}]
     image = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]

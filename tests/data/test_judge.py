@@ -118,6 +118,7 @@ def test_every_rule_of_the_table_is_planted_somewhere():
     elsewhere = {"cell_count", "answer_pattern", "task_name"}
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
     assert len({rule.meaning for rule in RULES}) == len(BY_NAME) == len(RULES)
+    assert all(rule.fix for rule in RULES)
 
 
 def test_quarantine_shows_what_was_found_and_what_it_means(planted):

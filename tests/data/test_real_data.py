@@ -45,5 +45,23 @@ def test_svamp_question_is_joined_from_two_columns(verdict_on):
     verdict = verdict_on(data)
     assert not verdict.accepted["answer"].str.contains(r"\.0$").any(), "the file has floats"
     first = json.loads((DATA / "svamp/svamp_700.json").read_text())[0]
+    assert float(verdict.accepted["answer"][0]) == first["Answer"]
     assert verdict.accepted["prompt"][0][0]["content"] == f"{first['Body']} {first['Question']}"
     assert verdict.num_quarantined < 7
+
+
+REAL = [
+    ("reasoning_gym/chain_sum.jsonl", {}, {}),
+    ("reasoning_gym/countdown.jsonl", {}, {}),
+    ("reasoning_gym/knights_knaves.jsonl", {}, {}),
+    ("reasoning_gym/propositional_logic.jsonl", {}, {"answer_missing": 100}),
+    ("logic_kk/3ppl_train.parquet", {"answer_column": "solution_text_format"}, {"template_markers": 900}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "data", "rules"), REAL, ids=[name for name, *_ in REAL])
+def test_a_real_file_breaks_these_rules_and_no_other(verdict_on, name, data, rules):
+    verdict = verdict_on({"train": sources(name), **data}, validation={"max_prompt_length": 2000})
+    assert broken(verdict) == rules
+    assert verdict.rows == verdict.accepted.height + verdict.num_quarantined

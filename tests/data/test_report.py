@@ -11,7 +11,7 @@ from grpo_tasks.data.validation import Origin, enforce, report_data, stop_warnin
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import DamagedError, DataError
-from schemas.results.data import SourceFile
+from schemas.results.data import DataReport, SourceFile
 from schemas.tables import Prompts, Quarantine
 
 ROWS = [{"question": f"What is {n} + 0?", "answer": f"{n}.0", "level": n} for n in range(60)]
@@ -37,6 +37,8 @@ def test_tables_hold_every_row_once(verdict, tmp_path):
     assert sorted(lines) == list(range(1, 63))
     assert (made.rows, made.quarantined, made.train_rows, made.eval_rows) == (62, 2, train.height, held.height)
     assert made.train_rows + made.eval_rows == 60
+    made.save(tmp_path / "result.json")
+    assert DataReport.load(tmp_path / "result.json") == made
 
 
 def test_a_stop_string_that_occurs_in_prompts_gives_a_warning(verdict):

@@ -43,6 +43,11 @@ def plain_lines(path):
 
 def test_the_table_has_words():
     assert len(FORBIDDEN) > 15
+
+
+def test_a_word_is_found_in_texts_and_names_and_not_inside_another():
+    for text, seen in (("a Keeper that ended", True), ("def the_keeper():", True), ("the bookkeeper ended", False)):
+        assert bool(list(lines_with_words(ROOT / "module.py", [(1, text)]))) is seen
     assert FORBIDDEN["keeper"] == "supervisor"
 
 

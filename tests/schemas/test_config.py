@@ -183,13 +183,20 @@ def numbers(schema, kind):
             yield from numbers(part, kind)
 
 
+def test_every_field_of_a_run_has_a_description():
+    models = RunConfig.model_json_schema()["$defs"].items()
+    fields = [(f"{model}.{key}", field) for model, made in models for key, field in made.get("properties", {}).items()]
+    assert len(fields) > 100
+    assert [name for name, field in fields if not field.get("description")] == []
+
+
 def test_every_count_has_an_upper_bound():
     found = list(numbers(RunConfig.model_json_schema(), "integer"))
     assert len(found) > 40
     assert [field for field in found if not {"maximum", "exclusiveMaximum"} & field.keys()] == []
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_no_number_anywhere_may_be_infinite_or_nan(value):
     def broken(tree):
         """The tree with each number in turn replaced."""
@@ -283,10 +290,14 @@ def test_the_merged_model_gets_the_datas_system_prompt(on, prompt):
     ("override", "says"),
     [
         ("model.path=embedded:../..", "embedded: names a file or folder that ships with this project"),
+        ("data.train.0.path=embedded:/etc/passwd", "embedded: names a file or folder that ships with this project"),
+        ("data.train.0.path='embedded:'", "embedded: names a file or folder that ships with this project"),
         ("resources.output_dir=/", "belongs to the system; fix: a folder of your own"),
         ("resources.output_dir=/tmp/../", "belongs to the system"),
+        ("resources.output_dir=/dev/null", "belongs to the system"),
         ("resources.output_dir=/proc/self/cwd", "belongs to the system"),
         ("name=NUL", "the name of a device on Windows"),
+        ("name=com1.yaml", "the name of a device on Windows"),
         ("stages.0.name=aux", "the name of a device on Windows"),
         *((f"tracking.registered_model={name!r}", "") for name in ("team/model", "a:b", "a@b", "", "x" * 300)),
         ("tracking.registered_model=it's", "MLflow cannot find or refuses a name with '"),

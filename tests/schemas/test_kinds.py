@@ -16,6 +16,9 @@ GRPO = {"name": "g", "rewards": ["format"]}
     ("base", "given", "words"),
     [
         (SFT, {"num_generations": 4}, ["num_generations", "kind sft", "fix: remove it, or kind: grpo"]),
+        (SFT, {"beta": 0.1}, ["beta", "kind sft", "kind: grpo"]),
+        (SFT, {"engine": "trl"}, ["engine", "kind sft"]),
+        (SFT, {"keep_pass_rate": [0.1, 0.9]}, ["keep_pass_rate", "kind sft"]),
         (SFT, {"keep_completions": 2}, ["keep_completions", "kind: rejection"]),
         (SFT, {"demonstrations": None}, ["needs demonstrations", "fix: demonstrations: {column: solution}"]),
         (SFT, {"eval_steps": 5}, ["eval_steps", "rewards", "fix:"]),
@@ -24,6 +27,7 @@ GRPO = {"name": "g", "rewards": ["format"]}
         (GRPO, {"keep_reward": 0.5}, ["keep_reward", "kind: rejection"]),
         (GRPO, {"rewards": []}, ["rewards are missing", "fix: rewards: ["]),
         (REJECTION, {"epsilon": 0.1}, ["epsilon", "kind rejection", "kind: grpo"]),
+        (REJECTION, {"demonstrations": {"column": "x"}}, ["demonstrations", "kind: sft"]),
         (REJECTION, {"keep_completions": None}, ["fix: keep_reward: 0.8"]),
         (SFT, {"demonstrations": {}}, ["either a column or a function"]),
         (SFT, {"demonstrations": {"column": "a", "function": "b:c"}}, ["either a column or a function"]),

@@ -20,7 +20,7 @@ from schemas.secret import has_password, hide, hide_written, is_secret_name, sec
 SECRET_NAMES = """
 DB_PWD MYSQL_PASS MYSQL_PWD HF_KEY SSH_PRIVATE_KEY PGPASSWORD AWS_ACCESS_KEY_ID dbPassword apiKey api-key access_token
 OPENAI_API_KEY_2 CLIENT_SECRET GOOGLE_CREDENTIALS PREFECT_AUTH REDIS_AUTH GITHUB_PAT KEY_PASSPHRASE X-Amz-Signature
-LDAP_BIND_PW GITHUB_BEARER SESSION_COOKIE SLACK_WEBHOOK SLACK_WEBHOOK_URL
+LDAP_BIND_PW GITHUB_BEARER SESSION_COOKIE SLACK_WEBHOOK SLACK_WEBHOOK_URL HF_TOKEN AWS_SECRET_ACCESS_KEY OPENAI_API_KEY
 """
 OTHER_NAMES = """
 MONKEY TOKENIZERS_PARALLELISM PATH PWD OLDPWD COMPASS SSH_AUTH_SOCK GIT_ASKPASS MAX_TOKENS KEYBOARD BYPASS PASSENGERS PUBLIC_KEY
@@ -41,11 +41,14 @@ QyNTUxOQAAACDf7planted7lineAAAAtzc2gtZWQ
         ("http://127.0.0.1:5000/api", "http://127.0.0.1:5000/api"),
         ("mail me@host: http://host", "mail me@host: http://host"),
         ("postgresql://me:a/b@c:d@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("http://me@corp.example:a/b@host", "http://me@corp.example:***@host"),
         ("redis://:pa55#?@host", "redis://:***@host"),
         ("https://hf_abc@host/x.jsonl", "https://***@host/x.jsonl"),
         ("git+https://x-oauth-token-of-someone:@host", "git+https://***@host"),
         ("GET /x?page=2&api_key=abc&sort=up", "GET /x?page=2&api_key=***&sort=up"),
+        ("http://host/x?password=a%20b", "http://host/x?password=***"),
         ("http://host?a=1&token=abc&b=2", "http://host?a=1&token=***&b=2"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
         ("git+ssh://git@host/repo", "git+ssh://git@host/repo"),
         ("models:/grpo-demo@champion", "models:/grpo-demo@champion"),
         ("https://host/a/@b?c=d", "https://host/a/@b?c=d"),
@@ -82,6 +85,7 @@ SLACK = "https://hooks.slack.com/services" + "/T00000000/B00000000/XXXXXXXXXXXXX
         ("LDAP_BIND_PW=pa55word\nHOME=/root", "LDAP_BIND_PW=***\nHOME=/root"),
         ('DB_PASSWORD = "hunter2"  # ours', 'DB_PASSWORD = "***"  # ours'),
         ('{"password": "hunter2", "port": "80"}', '{"password": "***", "port": "80"}'),
+        (json.dumps('{"api_key": "hunter2"}'), json.dumps('{"api_key": "***"}')),
     ],
 )
 def test_whatever_looks_like_a_secret_is_hidden_everywhere(text, shown):
@@ -179,8 +183,17 @@ def test_text_without_an_address_and_without_a_parameter_is_left_alone(text):
         assert hide(plain) == plain
 
 
-UNITS = ("://", "a:@/", "?a", "x://a:", "-----BEGIN PRIVATE KEY-----", "authorization: ", "A", "?a.-_=", "A_=", "a='")
-UNITS += ("password=", "cookie: a", "bearer a", "sk-", "eyJ")
+WORD = st.text(alphabet="abcxyz019-_", min_size=1, max_size=8)
+
+
+@given(WORD, st.integers(1, 65535), st.lists(WORD, max_size=3), WORD, WORD)
+def test_an_address_without_a_user_is_left_alone(host, port, path, version, sort):
+    address = f"http://{host}:{port}/{'/'.join(path)}@{version}?sort={sort}&page=2#top"
+    assert hide(address) == address
+
+
+UNITS = ("://", "a:@/", "?a", "x://a:", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "authorization: ", "A", "?a.-_=")
+UNITS += ("A_=", "a='", "password=", "cookie: a", "bearer a", "sk-", "eyJ")
 
 
 @pytest.mark.slow
@@ -212,9 +225,6 @@ raise ValueError("http://me:planted@host and " + os.environ["HF_KEY"])
     assert "planted" not in done.stdout + done.stderr
 
 
-CAUSE = OSError("http://me:planted@host does not answer")
-
-
 @pytest.mark.parametrize(
     ("raised", "kind", "says"),
     [
@@ -228,7 +238,10 @@ CAUSE = OSError("http://me:planted@host does not answer")
 )
 def test_an_error_is_let_out_without_the_secrets_that_led_to_it(raised, kind, says):
     with pytest.raises(kind, match=says) as caught, hidden_errors():
-        raise raised from CAUSE
+        try:
+            raise OSError("http://me:planted@host does not answer")
+        except OSError as cause:
+            raise raised from cause
     assert "planted" not in "".join(traceback.format_exception(caught.value))
     with pytest.raises(ConnectionError, match="plain"), hidden_errors():
         raise ConnectionError("plain")
@@ -248,8 +261,13 @@ def test_errors_hold_no_secret(monkeypatch):
         ("rollout.vllm.base_urls=[http://me:planted@host:8000]", "VLLM_API_KEY"),
         ("rollout.vllm.extra_args=[--api-key=planted]", "VLLM_API_KEY"),
         ("rollout.vllm.extra_args=[--host, 0.0.0.0]", "listens on 127.0.0.1 only"),
+        ("rollout.vllm.extra_args=[--hf-token, hf_planted0123456789]", "rollout.vllm.extra_args.1"),
         ("rollout.vllm.extra_args=[--hf-token=hf_planted0123456789]", "rollout.vllm.extra_args.0"),
         ("tracking.tracking_uri=http://me:80/planted@host", "MLFLOW_TRACKING_URI"),
+        ("tracking.tracking_uri=http://host:5000/?password=planted", "MLFLOW_TRACKING_URI"),
+        ("data.train.0.path=https://planted@host/x.jsonl", "data.train.0.path"),
+        ("model.path=https://me:pla/nted@host/x", "model.path"),
+        ("rewards.functions.own={function: 'a:b', params: {api_key: planted}}", "rewards.functions.own.params.api_key"),
         ("rewards.functions.own={function: 'a:b', params: {dsn: 'host=db password=planted'}}", "functions.own.params.dsn"),
         ("data.train.0.path=https://host/x.jsonl?api_key=planted", "data.train.0.path"),
         (

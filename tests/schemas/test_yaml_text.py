@@ -31,6 +31,7 @@ REFUSED = {
     "a value inside itself": ("a: &a [1, *a]", "contains itself", ":1"),
     "a tab": ("model:\n\tpath: x\n", "indent with spaces", ":2"),
     "no closing bracket": ("a: [1, 2\nb: 3\n", "correct that line", ":2"),
+    "an unknown alias": ("a: *nowhere", "undefined alias", ":1"),
     "python code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor", ":1"),
     "two documents": ("a: 1\n---\nb: 2\n", "single document", ":2"),
     "a date that is none": ("a: 2024-99-99", "month must be", ""),
