@@ -9,7 +9,7 @@ from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.run import RunConfig
 from schemas.errors import NotFiniteError
 from tests.benchmarks.mismatch import mismatch
-from tests.grpo.conftest import journal
+from tests.grpo.conftest import events, journal
 from tests.in_process import suite_of
 
 HALF = {"dtype": "float16"}
@@ -30,7 +30,9 @@ def gradient(trainer, microbatches):
     tokens = sum(int(microbatch.tokens.completion_mask.sum()) for microbatch in microbatches)
     # The weights that the loss of so large an update would give these tokens.
     small = [replace(microbatch, weights=microbatch.weights * tokens / MANY_TOKENS) for microbatch in microbatches]
-    trainer.learner.update(small, None)
+    figures = trainer.learner.update(small, None)
+    norm = sum(p.grad.double().square().sum() for p in trainer.learner.model.parameters() if p.grad is not None).sqrt()
+    assert figures.grad_norm == pytest.approx(norm.item(), rel=1e-3)
     found = [p.grad.flatten() for name, p in trainer.learner.model.named_parameters() if "lora_B" in name]
     return torch.cat(found).double()
 
@@ -99,6 +101,24 @@ def test_a_gradient_that_is_never_finite_stops_the_stage_in_the_end(stages, monk
     with pytest.raises(NotFiniteError, match="gradient norm"):
         run(stages, directory, monkeypatch, overflows=range(1, 41), scale=2.0)
     assert [line.get("loss_scale") for line in journal(directory)] == [2.0, None]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_can_be_rolled_back_in_float16(stages, monkeypatch):
+    from grpo_tasks.grpo import learner as module
+
+    policy_loss, calls = module.policy_loss, []
+
+    def broken(*arguments):
+        calls.append(1)
+        out = policy_loss(*arguments)
+        return replace(out, loss=out.loss * float("nan")) if len(calls) == 2 else out
+
+    monkeypatch.setattr(module, "policy_loss", broken)
+    result, directory = stages.train("back", **SHORT, max_steps=4, save_steps=1, guards={"not_finite": "rollback"})
+    assert result.steps == 4
+    assert ["loss" in line for line in journal(directory)] == [True, False, True, True]
+    assert [event["event"] for event in events(directory)] == ["not_finite", "rolled_back"]
 
 
 def test_float16_is_refused_where_gradients_cannot_be_scaled():

@@ -24,6 +24,8 @@ def test_on_policy_ratios_are_one_and_the_sampler_agrees_with_the_trainer(traine
     assert lines[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 0
+    # Of float16 alone.
+    assert not {"loss_scale", "skipped_step"} & lines[0].keys()
 
 
 def test_several_updates_of_one_rollout_bring_the_ratio_back(train):
@@ -36,9 +38,25 @@ def test_several_updates_of_one_rollout_bring_the_ratio_back(train):
     assert lines[2]["clip_ratio/region_mean"] > 0
 
 
-def test_a_stage_ends_early_when_its_target_is_reached(train):
-    result, _ = train(max_steps=50, early_stop={"metric": "reward", "target": -1.0, "window": 2, "min_steps": 3})
-    assert (result.steps, result.stopped) == (3, "target")
+def test_a_truncated_or_penalised_stage_reports_no_mismatch(train):
+    rollout = {"min_p": 0.05, "repetition_penalty": 1.2, "top_p": 0.9}
+    _, directory = train(rollout=rollout, max_sampling_logp_difference=0.01, skip_dead_groups=False)
+    differences = [line["sampling/sampling_logp_difference/max"] for line in journal(directory)]
+    assert len(differences) == 3
+    assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"early_stop": {"metric": "reward", "target": -1.0, "window": 2, "min_steps": 3}}, "target"),
+        # It moves too little for a better evaluation than the first one.
+        ({"learning_rate": 1e-12, "eval_steps": 1, "num_eval_prompts": 2, "early_stopping_patience": 2}, "plateau"),
+    ],
+)
+def test_a_stage_ends_early_at_its_target_or_a_plateau(train, settings, why):
+    result, _ = train(max_steps=50, **settings)
+    assert (result.steps, result.stopped) == (3, why)
 
 
 def test_completions_that_are_cut_off_are_masked_only_when_asked(train):

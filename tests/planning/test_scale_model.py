@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from grpo_tasks.planning.memory_plan import META, meta_policy
 from schemas.config.load import load_config
 from schemas.config.model import LoraConfig, ModelConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ModelError
 from tests.benchmarks.scale.cards import CARDS, NETWORKS, Card, Link
-from tests.benchmarks.scale.model import Assumed, Cluster, Layout, Measured, Piece, ScaleModel
-from tests.benchmarks.scale.sweep import saturated, sweep
+from tests.benchmarks.scale.model import Assumed, Cluster, Layout, Measured, Piece, ScaleModel, ring_s
+from tests.benchmarks.scale.sweep import best_layout, saturated, sweep
 from tests.benchmarks.scale.workload import Shape, Workload, workload
 
 TINY = Shape(layers=1, hidden=4, intermediate=8, heads=2, key_heads=1, head_dim=2, vocabulary=10, tied=True)
@@ -71,6 +71,20 @@ def test_two_processes_halve_the_passes_and_sum_their_gradients():
     assert small(cards_per_node=1).forecast(Layout(2, 0)).pieces[Piece.GRADIENTS] == pytest.approx(2 * 4 * 184 * (1 / 2) / 5)
 
 
+def test_members_of_a_ring_send_everything_twice_but_for_their_part():
+    link = Link("wire", 10, 0.5)
+    assert ring_s(100, 1, link, 1.0) == 0.0
+    assert ring_s(100, 2, link, 1.0) == pytest.approx(1.0 + 10)
+    assert ring_s(100, 4, link, 0.5) == pytest.approx(2.0 + 30)
+
+
+def test_a_rollout_of_several_updates_is_shared_by_them():
+    one, two = small().forecast(Layout(1, 0)), small(rollout_updates=2).forecast(Layout(1, 0))
+    assert two.pieces[Piece.DECODE_WEIGHTS] == pytest.approx(one.pieces[Piece.DECODE_WEIGHTS] / 2)
+    # Each update brings completions of its own.
+    assert two.pieces[Piece.DECODE_CACHE] == pytest.approx(one.pieces[Piece.DECODE_CACHE])
+
+
 def test_every_process_sends_the_weights_to_every_replica_of_other_nodes():
     # 368 bytes of bfloat16 weights: saved, and received twice by each replica, which takes longer than two sendings of each.
     far = small(cards_per_node=2, served=True)
@@ -115,6 +129,22 @@ def test_an_update_takes_at_least_its_slower_side_and_at_most_both(card, trainer
     assert ahead.bottleneck in ahead.pieces
 
 
+@given(st.integers(1, 40), st.floats(1.0, 10.0))
+def test_a_better_card_is_never_slower(trainers, factor):
+    model = large()
+    card = model.cluster.card
+    better = replace(card, flops=card.flops * factor, bandwidth=card.bandwidth * factor)
+    other = replace(model, cluster=replace(model.cluster, card=better))
+    assert other.forecast(Layout(trainers, 2)).step_s <= model.forecast(Layout(trainers, 2)).step_s * (1 + 1e-9)
+
+
+def test_what_does_not_fit_on_one_card_is_left_out():
+    model = large("rtx4090")
+    assert best_layout(model, 1) is None
+    assert saturated(sweep(large("rtx4090", shape=replace(QWEN7, layers=64)), (1, 2))) is None
+    assert saturated(sweep(model, (1, 2))).cards == 2
+
+
 @pytest.mark.parametrize("served", [False, True])
 def test_more_cards_are_never_slower_and_stop_helping_somewhere(served):
     points = sweep(large(served=served, max_staleness=int(served)))
@@ -141,6 +171,15 @@ def test_more_cards_are_never_slower_and_stop_helping_somewhere(served):
 def test_what_cannot_be_is_refused_with_a_fix(model, layout, message):
     with pytest.raises(ConfigError, match=message) as caught:
         model.forecast(layout)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "why"), [({"num_experts": 64}, "several experts"), ({"model_type": "gpt2"}, "does not name 'hidden_size'")]
+)
+def test_models_of_another_kind_are_refused(config, why):
+    with pytest.raises(ModelError, match=why) as caught:
+        Shape.of(config)
     assert caught.value.fix
 
 

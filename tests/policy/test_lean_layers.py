@@ -185,6 +185,7 @@ def test_layers_are_replaced_once_and_stay_what_they_were():
     [
         ("qwen2", ["q_proj", "o_proj", "mlp"]),
         ("qwen3", ["q_proj", "o_proj", "mlp"]),
+        ("gemma3-window-16", ["q_proj", "o_proj", "mlp"]),
         ("mistral-window-3", ["q_proj", "o_proj", "mlp"]),
         ("phi3", ["o_proj"]),
         ("qwen2moe-window-4", ["q_proj", "o_proj"]),
@@ -200,8 +201,9 @@ def test_the_last_layer_gives_the_numbers_of_the_complete_one(name, wanted):
     assert_same(results(model), before)
 
 
-def test_gradient_checkpointing_changes_no_bit():
-    model = adapted("qwen2")
+@pytest.mark.parametrize("name", ["qwen2", "mistral-window-8"])
+def test_gradient_checkpointing_changes_no_bit(name):
+    model = adapted(name)
     use_lean_layers(model)
     predict_only(model)
     before = results(model)

@@ -7,6 +7,8 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flows.cli.inspection import show_fields
@@ -274,6 +276,22 @@ def test_a_metric_is_judged_when_half_of_the_updates_have_it(every, fires):
 def test_a_reward_function_may_have_no_success_for_a_while():
     silent = {name: value for name, value in HEALTHY.items() if not name.endswith("success")}
     assert firings(lambda step: silent if 12 < step <= 24 else HEALTHY, steps=45) == []
+
+
+ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/clipped_ratio", "completions/mean_length"}
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=6), st.sampled_from(sorted(FAULTS))
+)
+def test_guards_accept_metrics_that_are_missing_for_a_while(missing, event):
+    faulty = HEALTHY | FAULTS[event]
+
+    def metrics(step):
+        return {name: value for name, value in faulty.items() if name not in missing[(step - 1) // 12]}
+
+    assert {found for found, _ in firings(metrics, steps=12 * len(missing))} <= {event, "flat_reward"}
 
 
 def test_a_single_outlier_is_no_blow_up():

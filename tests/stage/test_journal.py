@@ -89,6 +89,18 @@ def test_each_complete_line_is_read_once(path):
     assert (steps(tail), steps(tail)) == ([2, 3], [])
 
 
+def test_a_damaged_line_is_named_with_its_number_in_the_file(path):
+    tail = JsonLinesTail(path, {"step": int})
+    path.write_text('{"step": 1}\n')
+    assert steps(tail) == [1]
+    with path.open("a") as file:
+        file.write('{"step": 2}\n{"step": "three"}\n')
+    with pytest.raises(TrainingError, match="damaged") as refused:
+        tail.read()
+    assert refused.value.place == f"{path}:3"
+    assert "remove that line" in refused.value.fix
+
+
 def test_a_truncated_or_removed_file_is_read_from_its_start(path):
     tail = JsonLinesTail(path, {"step": int})
     path.write_text('{"step": 1}\n{"step": 2}\n')

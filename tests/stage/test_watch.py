@@ -64,6 +64,12 @@ def test_the_target_is_a_window_mean_in_the_better_direction(tmp_path, metric, t
     assert found[reached - 1] == Stop("target")
 
 
+def test_a_window_that_is_not_full_reaches_no_target(tmp_path):
+    watched = watch(tmp_path, early_stop={"metric": "reward", "target": 0.0, "window": 3})
+    write(watched, "reward", [1.0, 1.0, 1.0])
+    assert verdicts(watched, 3) == [Continue(), Continue(), Stop("target")]
+
+
 def test_a_plateau_is_so_many_evaluations_without_a_higher_reward(tmp_path):
     watched = watch(tmp_path, eval_steps=1, early_stopping_patience=2)
     write(watched, "eval_reward", [0.1, 0.3, 0.2, 0.3, 0.5])

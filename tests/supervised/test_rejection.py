@@ -89,6 +89,14 @@ def test_the_loss_is_the_cross_entropy_of_the_kept_completions(sums):
     assert journal(directory)[0]["trained_tokens"] == best["completion_tokens"].sum()
 
 
+def test_several_updates_train_on_one_rollout(sums):
+    _, directory = sums.train(kind="rejection", max_steps=4, num_iterations=2)
+    lines = journal(directory)
+    assert [line["reward"] for line in lines[::2]] == [line["reward"] for line in lines[1::2]]
+    assert lines[0]["reward"] != lines[2]["reward"]
+    assert lines[1]["loss"] < lines[0]["loss"]
+
+
 def test_an_update_without_any_kept_completion_moves_nothing(sums):
     directory = sums.write(
         kind="rejection", length=3, max_steps=2, keep_reward=1.0, stage_rewards=["correctness"], learning_rate=1e-2
