@@ -1,6 +1,8 @@
 """Intervals that hold what they promise, pass@k against brute force, and a paired test with no more false alarms than it says."""
 
 import itertools
+from fractions import Fraction
+from math import comb
 
 import numpy as np
 import polars as pl
@@ -77,6 +79,14 @@ def test_pass_at_k_is_the_share_of_draws_with_success(num_samples):
         np.testing.assert_allclose(pass_at_k(num_samples, right, k), expected, atol=1e-12)
 
 
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_equals_exact_fractions_and_more_tries_never_hurt(case):
+    n, c, k = case
+    found = [pass_at_k(n, np.array([c]), tries)[0] for tries in range(1, k + 1)]
+    assert found[-1] == pytest.approx(float(1 - Fraction(comb(n - c, k), comb(n, k))), abs=1e-12)
+    assert all(few <= more + 1e-12 for few, more in itertools.pairwise([0.0, *found, 1.0]))
+
+
 def test_large_numbers_neither_overflow_nor_leave_the_unit_interval():
     found = pass_at_k(20_000, np.array([0, 1, 10_000, 20_000]), 10_000)
     np.testing.assert_allclose(found, [0.0, 0.5, 1.0, 1.0], atol=1e-12)
@@ -114,6 +124,14 @@ def test_the_test_is_one_sided():
     ours, theirs = rng.random(60), rng.random(60) + 0.5
     assert judge(ours, theirs).p_value > 0.99
     assert judge(theirs, ours).p_value < 0.001
+
+
+def test_a_clear_gain_is_seen_up_to_the_level_of_its_p_value():
+    rng = np.random.default_rng(2)
+    ours, theirs = rng.binomial(4, 0.7, size=64) / 4, rng.binomial(4, 0.4, size=64) / 4
+    assert judge(ours, theirs, alpha=0.01).better
+    level = judge(ours, theirs).p_value
+    assert [judge(ours, theirs, alpha=alpha).better for alpha in (level, 0.99 * level)] == [True, False]
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])

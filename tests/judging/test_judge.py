@@ -8,7 +8,7 @@ import pytest
 
 from grpo_tasks.judging.judge import Case, Judge, compared
 from schemas.errors import JudgeUnavailableError, RewardError
-from tests.judging.endpoint import Endpoint
+from tests.judging.endpoint import Endpoint, serving
 
 TEXTS = ["bad", "good", "good good", "good good good good"]
 
@@ -155,6 +155,7 @@ def test_an_endpoint_that_refuses_stops_at_once_and_shows_no_key(settings, endpo
     monkeypatch.delenv("MY_JUDGE_KEY")
     with pytest.raises(RewardError, match="MY_JUDGE_KEY is not set"):
         scores(settings(api_key_variable="MY_JUDGE_KEY"), ["good"])
+    assert len(endpoint.requests) == 2, "no refusal is tried again, and nothing is sent without the key"
 
 
 TOO_LONG = [
@@ -214,6 +215,13 @@ def test_an_outage_stops_after_the_limit_and_keeps_what_was_judged(settings, end
     assert "resumes" in caught.value.fix
     endpoint.down = False
     assert scores(settings()).tally.cached == 1
+
+
+def test_no_server_at_all_is_an_outage(settings):
+    with serving(Endpoint(None)) as gone:
+        pass
+    with pytest.raises(JudgeUnavailableError, match="ConnectError"):
+        scores(settings(base_urls=[gone]), ["good"])
 
 
 def test_a_damaged_cache_is_named_with_a_fix(settings, tmp_path):

@@ -1,4 +1,4 @@
-"""A judge behind several addresses: one that fails is left out while others answer. How they share is in tests/kit."""
+"""A judge behind several addresses: they share the work, and one that fails is left out. More of sharing is in tests/kit."""
 
 import pytest
 
@@ -24,6 +24,14 @@ def judged(settings, count):
         judge.close()
     assert found.scores == [0.25] * count
     return found
+
+
+def test_both_are_asked_and_a_slow_one_gets_less(two):
+    slow, fast, settings = two
+    slow.delay_s = 0.5
+    judged(settings(max_concurrency=2), 10)
+    assert len(fast.requests) > len(slow.requests) > 0
+    assert len(fast.requests) + len(slow.requests) == 10
 
 
 @pytest.mark.parametrize("how", ["busy", "away"])

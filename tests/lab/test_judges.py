@@ -33,6 +33,7 @@ def test_a_fair_judge_agrees_and_a_swayed_one_is_found_out(settings, endpoint, m
     trial = try_judge(settings(mode=mode, input_price=10.0, output_price=50.0), PAIRS)
     assert (trial.agreement, trial.length_bias, trial.unjudged) == (1.0, 0.0, 0)
     assert trial.order_bias == (None if mode == "absolute" else 0.0)
+    assert trial.requests == len(endpoint.requests) >= 12
     assert trial.cost == pytest.approx(trial.requests * 0.002)
     endpoint.opinion = longer
     assert try_judge(settings(mode=mode, temperature=0.5), PAIRS).length_bias == 1.0
@@ -97,13 +98,15 @@ def test_the_lab_reports_agreement_biases_and_cost(settings, endpoint, tmp_path)
     assert left_out == []
 
 
-def test_the_lab_says_what_it_did_not_measure(settings, tmp_path, monkeypatch):
+def test_the_lab_says_what_it_did_not_measure(settings, endpoint, tmp_path, monkeypatch):
     checks, left_out = check_judges(["taste"], section(settings))
     assert checks == []
     assert "judge.gold" in left_out[0]
     monkeypatch.setattr("grpo_tasks.lab.judge_checks.MAX_PAIRS", 2)
-    _, left_out = check_judges(["taste"], section(settings, gold=gold(tmp_path, LINE, LINE, LINE)))
+    lines = [LINE.replace("Why?", f"Why {number}?") for number in range(3)]
+    _, left_out = check_judges(["taste"], section(settings, gold=gold(tmp_path, *lines)))
     assert left_out == ["1 more gold pairs of taste: the judge is asked about the first 2"]
+    assert [f"Why {number}?" in str(endpoint.requests) for number in range(3)] == [True, True, False]
 
 
 def test_a_judge_that_is_away_stops_the_lab_before_any_training(settings, endpoint, tmp_path):

@@ -183,6 +183,16 @@ def test_right_functions_pass_and_need_not_apply_to_everything(run_config, own_m
     assert "does not apply to" in detail
 
 
+def test_a_stage_is_judged_on_the_rows_its_functions_apply_to(run_config, own_module, rows, make_row):
+    mixed = [rows[0], make_row(9, "7", task="other"), rows[1]]
+    findings = lab_of(run_config, own_module, {"first": ["one_task"]}, mixed, functions=["one_task"])
+    judged = {check.check: check.outcome for check in findings.checks if check.function == "stage:first"}
+    assert (judged["order"], judged["empty"]) == ("passed", "passed")
+    for row in mixed:
+        totals = findings.probes.filter(prompt_id=row.prompt_id)["total_first"]
+        assert totals.null_count() == (len(totals) if row is mixed[1] else 0)
+
+
 @pytest.mark.slow
 def test_functions_see_rows_of_their_tasks_and_print_to_the_log(run_config, own_module, make_row, capfd, tmp_path):
     own_module("""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_tasks.answers.extraction import is_blank
 from grpo_tasks.lab.probes import long_texts
 from grpo_tasks.rewards.builtin import BUILTIN, FULL_SCORES
 from schemas.config.completion import CompletionConfig, TagsConfig
@@ -15,6 +16,7 @@ TAGS = TagsConfig()
 OF_TEXT = [name for name in BUILTIN if name != "environment"]
 """The reward of an environment is that of the environment, whatever the text."""
 LONG = long_texts(TAGS)
+BLANK = ("long_blanks", "long_invisible", "long_newlines")
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 
 plain_text = st.text(st.characters(exclude_characters="<>", exclude_categories=["Cs"]), max_size=60)
@@ -153,6 +155,7 @@ def test_correctness_reads_the_answer_block_only():
 def test_a_million_hostile_characters_take_under_100_ms(name, kind):
     text = LONG[kind]
     assert len(text) >= 1_000_000
+    assert is_blank(text) == (kind in BLANK)
     times = []
     for _ in range(3):
         began = time.process_time()

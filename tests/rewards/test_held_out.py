@@ -1,6 +1,7 @@
 """Rewards of held-out completions, computed in the reward process and handed to the evaluation as columns."""
 
 import json
+import logging
 import os
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from grpo_tasks.rewards.held_out import CHUNK, reward_columns, solved_by_stage
 from grpo_tasks.running.key import content_key
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
+from schemas.errors import RewardError
 
 RIGHT = "<reasoning>15 + 27</reasoning><answer>42</answer>"
 FUNCTIONS = """
@@ -24,6 +26,9 @@ def only_long(completions, **columns):
 
 def process(completions, **columns):
     return [float(os.getpid()) for _ in completions]
+
+def broken(completions, **columns):
+    raise ValueError("no score today")
 """
 
 
@@ -75,6 +80,19 @@ def test_functions_run_in_another_process_and_order_is_kept_over_many_chunks(own
     assert found["rewards/size/mean"].to_list() == [float(row.line) for row in rows]
     assert os.getpid() not in set(found["rewards/process/mean"])
     assert "reward" not in found.columns
+
+
+@pytest.mark.slow
+def test_a_failing_function_stops_or_is_left_out_by_on_error(own_module, make_row, caplog):
+    own_module(FUNCTIONS)
+    function = {"function": "my_rewards:broken"}
+    with pytest.raises(RewardError, match="no score today"):
+        scored(config(functions={"bad": function}, rewards=["bad"]), [make_row(1)], [RIGHT])
+    skipping = config(functions={"bad": function | {"on_error": "skip"}}, rewards=["bad", "format"])
+    with caplog.at_level(logging.WARNING):
+        found = scored(skipping, [make_row(1)], [RIGHT])
+    assert (found["reward"].to_list(), found["rewards/bad/mean"].to_list()) == ([1.0], [None])
+    assert "no score today" in caplog.text
 
 
 def test_an_evaluations_key_holds_its_functions_code_only(own_module):

@@ -99,6 +99,12 @@ def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of
 
 
 @pytest.mark.slow
+def test_the_row_that_takes_the_memory_is_found(worker_of, make_batch):
+    worker = worker_of("greedy", memory_limit_gb=0.4)
+    assert worker.find_failing_completion("greedy", make_batch("fine", "fine", "all", "fine"), 60.0) == 2
+
+
+@pytest.mark.slow
 def test_memory_is_limited_between_calls_too(worker_of, make_batch):
     worker = worker_of("greedy_later", memory_limit_gb=0.4)
     server = server_process(worker)
@@ -226,6 +232,7 @@ def test_the_log_of_a_call_keeps_the_beginning_and_counts_the_rest(tmp_path_fact
     assert kept[: note.start()].removesuffix(b"\n") == printed[: len(printed) - size].removesuffix(b"\n")
     assert lines == _lines(printed[len(printed) - size :])
     assert len(kept) <= MAX_BYTES + 100
+    assert _lines(kept) <= MAX_LINES + 2
 
 
 def _lines(printed: bytes) -> int:

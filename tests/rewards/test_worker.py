@@ -138,6 +138,7 @@ def test_every_shape_of_function_and_result_is_understood(worker_with, make_batc
         assert {index: len(values) for index, values in tokens.items()} == {0: 3, 1: 3}
         outcome = worker.call("raises_at_length", make_batch("a"), 30.0)
         assert (outcome.kind, len(outcome.detail) < 500) == ("raised", True)
+        assert "my_rewards.py:" in outcome.source
     assert "my_rewards" not in sys.modules, "own code is never imported by the parent"
 
 
@@ -229,10 +230,10 @@ def test_a_refusal_in_the_worker_is_the_error_of_its_start(worker_with):
 
 
 def test_a_module_that_ends_the_process_or_hangs_is_reported(own_module, rewards_config, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.rewards.worker.LOAD_LIMIT_S", 3.0)
     own_module("import os\nos._exit(5)\n", name="leaving")
     own_module("import time\ntime.sleep(600)\n", name="endless")
-    for name, words in (("leaving", "exit code 5|did not return"), ("endless", "did not return within 3 s")):
+    for name, limit_s, words in (("leaving", 60.0, "exit code 5"), ("endless", 3.0, "did not return within 3 s")):
+        monkeypatch.setattr("grpo_tasks.rewards.worker.LOAD_LIMIT_S", limit_s)
         with pytest.raises(RewardError, match=words), RewardWorker(rewards_config(mine={"function": f"{name}:f"}), ["mine"]):
             pass
 
