@@ -151,10 +151,12 @@ def test_a_server_that_fails_too_often_ends_the_last_batch():
 
 
 def test_a_refused_request_and_an_error_in_an_admission_are_raised():
-    shop = Shop("a")
-    shop.fail = raising(RolloutError("the prompt is too long"))
+    shops = [Shop("a"), Shop("b")]
+    for shop in shops:
+        shop.fail = raising(RolloutError("the prompt is too long"))
     with pytest.raises(RolloutError, match="too long"):
-        pool_of(shop).run(range(5), ask)
+        pool_of(*shops).run(range(5), ask)
+    assert all(shop.admissions <= 1 for shop in shops), "it is no fault of the server's"
     pool = Pool([Shop("a")], concurrency=1, admit=lambda _: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         pool.refresh()
@@ -218,12 +220,13 @@ def test_with_patience_a_batch_waits_for_a_server():
         assert found == [[9]]
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 0.3])
-def test_patience_ends(monkeypatch, patience_s):
+@pytest.mark.parametrize(("patience_s", "reached"), [(0.0, True), (0.0, False), (0.3, True)])
+def test_patience_ends(monkeypatch, patience_s, reached):
     monkeypatch.setattr(share, "RETRY_S", 60.0)
     shops = [Shop("a", own=False), Shop("b", own=False)]
     pool = pool_of(*shops, patience_s=patience_s)
-    pool.refresh()
+    if reached:
+        pool.refresh()
     shops[0].alive = shops[1].alive = False
     began = time.monotonic()
     with pytest.raises(RolloutError, match="does not answer"):

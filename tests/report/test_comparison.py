@@ -64,6 +64,7 @@ def test_a_difference_is_second_minus_first_over_the_sampled_completions():
     assert (row.first, row.second, row.difference) == (0.5, 0.75, 0.25)
     assert row.low < row.difference < row.high
     assert back.difference == -row.difference
+    assert (back.low, back.high) == pytest.approx((-row.high, -row.low), abs=0.3)
     equal = difference(compare_runs(FIRST, SECOND), "format_rate")
     assert (equal.difference, equal.low, equal.high) == (0.0, 0.0, 0.0)
 

@@ -332,6 +332,8 @@ def test_of_a_thousand_equal_candidates_at_most_about_alpha_are_promoted(num_sam
     assert promoted <= simulations * alpha + 3.1 * (simulations * alpha * (1 - alpha)) ** 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 def test_lineage_leads_from_a_version_to_run_data_config_and_environment(config, publish_one):
     publish_one(config, "1")
     name, client = config.registered_model, MlflowClient(config.tracking.tracking_uri)
