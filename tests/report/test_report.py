@@ -93,7 +93,12 @@ def test_the_page_shows_the_decision_and_untrusted_text_as_text(results, stage_d
     # System prompt, questions, completions and the rejected value.
     assert text.count("&lt;script&gt;") > 10
     decision = ("Promoted:", "against base", "+0.2500", "must not be worse than base", "grpo reproduce small/1")
-    for shown in (*decision, "train.jsonl:41", "90.0 % (85.0 % to 95.0 %)", '<td>format</td><td class="n">12</td><td>KL 3.2 is above 0.5</td>'):
+    for shown in (
+        *decision,
+        "train.jsonl:41",
+        "90.0 % (85.0 % to 95.0 %)",
+        '<td>format</td><td class="n">12</td><td>KL 3.2 is above 0.5</td>',
+    ):
         assert shown in text
     assert "no run that trained on the same data by rejection sampling" in text
 

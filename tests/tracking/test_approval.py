@@ -101,7 +101,9 @@ def test_a_run_that_was_suspended_before_an_upgrade_can_be_decided_about(asked, 
 
 
 @pytest.mark.parametrize(
-    "change", [(*MERGED, "metrics", "accuracy", "value", 0.99), ("trained", "merged", "sha256", "0" * 64)], ids=["figure", "weights"]
+    "change",
+    [(*MERGED, "metrics", "accuracy", "value", 0.99), ("trained", "merged", "sha256", "0" * 64)],
+    ids=["figure", "weights"],
 )
 def test_a_sealed_result_within_another_one_is_checked_when_it_is_read(asked, tmp_path, change):
     asked.save(tmp_path / "asked.json")
