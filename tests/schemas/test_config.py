@@ -160,6 +160,8 @@ def test_a_task_has_rewards_a_question_columns_a_delimiter_names():
     assert data.rewards_of("style") is data.rewards_of("other") is None
     applying = [applies(data.tasks, task, reward) for task, reward in (("math", "correctness"), ("math", "a"), ("other", "a"))]
     assert applying == [True, False, True]
+    for written, mark in (("\\t", "\t"), (";", ";")):
+        assert DataConfig.model_validate({"train": [{"path": "a.csv", "delimiter": written}]}).train[0].delimiter == mark
     assert data.train[0].delimiter == "\t"
     assert template_columns("{Body} {{x}} {Question 2}") == ["Body", "Question 2"]
 

@@ -94,6 +94,22 @@ def test_whatever_looks_like_a_secret_is_hidden_everywhere(text, shown):
     assert hide(shown) == shown
 
 
+STARTS = "hf_ ghp_ gho_ ghu_ ghs_ ghr_ npm_ pnu_ pnb_ gsk_ api_org_ github_pat_ dckr_pat_ glpat- nvapi- xoxb- sk- sk-proj- pypi-"
+OTHERS = ["ASIA" + "A7" * 8, "AIza" + "Sy5" * 11 + "ab", "dapi" + "a7" * 16]
+HOOKS = """
+hooks.slack.com/workflows/ hooks.slack.com/triggers/ discordapp.com/api/v10/webhooks/ outlook.office.com/webhook/
+hooks.zapier.com/hooks/catch/ maker.ifttt.com/trigger/ open.feishu.cn/open-apis/bot/v2/hook/
+open.larksuite.com/open-apis/bot/v2/hook/
+"""
+
+
+def test_keys_and_webhooks_of_every_known_service_are_hidden():
+    for key in [*(start + "a7Bc9" * 11 for start in STARTS.split()), *OTHERS]:
+        assert hide(f"it said {key}, and") == "it said ***, and"
+    for hook in HOOKS.split():
+        assert hide(f"POST https://{hook}a7Bc9 failed") == f"POST https://{hook}*** failed"
+
+
 @pytest.mark.parametrize(
     "text",
     [
