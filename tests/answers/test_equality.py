@@ -271,7 +271,16 @@ def test_the_letter_of_a_choice_is_found(text):
     "text",
     [
         *["", "A B C D", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "B) " + "Paris " * 60],
-        *["(a) Rome (b) Paris", "b) Paris A) Rome", "B: Paris\na: Rome", "a.Rome b.Paris", "b] x a] y", "(B) (a)", "A) or B", "a) b)"],
+        *[
+            "(a) Rome (b) Paris",
+            "b) Paris A) Rome",
+            "B: Paris\na: Rome",
+            "a.Rome b.Paris",
+            "b] x a] y",
+            "(B) (a)",
+            "A) or B",
+            "a) b)",
+        ],
     ],
 )
 def test_a_listing_of_choices_is_none(text):
