@@ -13,15 +13,22 @@ from tests.processes.waiting import until
 TOOLS = '''
 import os, threading
 
-def forge() -> str:
-    """Writes a reply of its own to the socket of the worker."""
+def write(size, payload=b""):
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                os.write(int(name), b'GRPO' + (20).to_bytes(8, "big") + b'{"request": "00000"}')
+                os.write(int(name), b"GRPO" + size.to_bytes(8, "big") + payload)
         except OSError:
             pass
     return "done"
+
+def forge() -> str:
+    """Writes a reply of its own to the socket of the worker."""
+    return write(20, b'{"request": "00000"}')
+
+def announce() -> str:
+    """Announces a reply without end."""
+    return write(2**60)
 
 def end_later() -> int:
     """Starts a thread that ends the process."""
@@ -56,10 +63,11 @@ def test_a_process_that_any_signal_ends_is_named(pool_of, call, row):
 
 
 @pytest.mark.slow
-def test_a_tool_that_forges_a_reply_of_its_worker_gains_nothing(pool_of, call, row):
-    pool = pool_of(TOOLS, tools=["forge", "add"])
+@pytest.mark.parametrize("tool", ["forge", "announce"])
+def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, call, row, tool):
+    pool = pool_of(TOOLS, tools=[tool, "add"])
     pool.begin([(0, row(), 0)])
-    (observed,) = pool.answer([(0, call("forge") + call("add", a=1, b=2))])
+    (observed,) = pool.answer([(0, call(tool) + call("add", a=1, b=2))])
     refused, answered = [message["content"] for message in observed.messages]
     assert "on the socket of its worker process" in json.loads(refused)["error"]
     assert answered == "3"

@@ -232,9 +232,10 @@ def test_a_server_that_takes_no_weights_is_refused_early(
 
 
 @pytest.mark.slow
-def test_nothing_of_a_calibration_is_left(servers, engine_on, new_policy, tmp_path):
+@pytest.mark.parametrize("merged", [False, True])
+def test_nothing_of_a_calibration_is_left(servers, engine_on, new_policy, tmp_path, merged):
     tell(servers[0], instead="nothing")
-    engine_on(servers, new_policy).close()
+    engine_on(servers, new_policy, merged=merged).close()
     for server in servers:
         assert {model["id"] for model in httpx.get(f"{server.address}/v1/models").json()["data"]} == {"base"}
     assert not (tmp_path / "weights").exists()

@@ -170,7 +170,7 @@ def test_what_does_not_arrive_whole_is_never_loaded(tmp_path):
         folder = tmp_path / "theirs" / "policy-1"
         assert answers[0].json() == answers[1].json() == {"path": str(folder)}
         assert (folder / "a.safetensors").read_bytes() == content
-        for name in ("weights.pkl", "code.py", "..%2Fa.json", ".a.json"):
+        for name in ("weights.pkl", "weights.bin", "code.py", "..%2Fa.json", ".a.json"):
             assert put(name, content, sha256) in (400, 404), name
         assert httpx.delete(f"{address}/weights/..").status_code in (400, 404, 405)
         assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == ["policy-1"]
