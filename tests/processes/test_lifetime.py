@@ -66,6 +66,8 @@ def test_an_ended_process_is_not_running_before_it_is_collected():
     assert not identity.is_running(), "a zombie"
     child.communicate()
     assert not identity.is_running()
+    with pytest.raises(psutil.NoSuchProcess):
+        ProcessIdentity.of(child.pid)
 
 
 def test_another_process_with_the_same_pid_is_not_taken_for_it():
