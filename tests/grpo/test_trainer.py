@@ -64,6 +64,7 @@ def test_completions_that_are_cut_off_are_masked_only_when_asked(train):
     [loose] = journal(train("loose", **settings)[1])
     [masked] = journal(train("masked", **settings, mask_truncated_completions=True)[1])
     assert loose["completions/clipped_ratio"] == masked["completions/clipped_ratio"] == 1.0
+    assert loose["completions/max_length"] == 6
     assert masked["grad_norm"] == 0 < loose["grad_norm"]
 
 

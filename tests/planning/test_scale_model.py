@@ -13,7 +13,7 @@ from schemas.config.load import load_config
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ConfigError, ModelError
 from tests.benchmarks.scale.cards import CARDS, NETWORKS, Card, Link
-from tests.benchmarks.scale.model import Assumed, Cluster, Layout, Measured, Piece, ScaleModel, ring_s
+from tests.benchmarks.scale.model import ADVICE, SAMPLING, Assumed, Cluster, Layout, Measured, Piece, ScaleModel, ring_s
 from tests.benchmarks.scale.sweep import best_layout, saturated, sweep
 from tests.benchmarks.scale.workload import Shape, Workload, workload
 
@@ -126,7 +126,36 @@ def test_an_update_takes_at_least_its_slower_side_and_at_most_both(card, trainer
     ahead = large(card, save_steps=every, max_staleness=staleness).forecast(Layout(trainers, replicas))
     assert max(ahead.sampling_s, ahead.training_s) <= ahead.step_s <= turns.step_s * (1 + 1e-9)
     assert turns.step_s == pytest.approx(sum(turns.pieces.values()))
-    assert ahead.bottleneck in ahead.pieces
+    slower = [piece for piece in ahead.pieces if (piece in SAMPLING) == (ahead.sampling_s >= ahead.training_s)]
+    assert ahead.pieces[ahead.bottleneck] == max(ahead.pieces[piece] for piece in slower)
+
+
+def test_every_piece_has_a_side_and_an_advice():
+    assert set(ADVICE) == set(Piece)
+    assert {piece for piece in Piece if piece.value.startswith("decoding")} < SAMPLING
+    assert not {piece for piece in SAMPLING if piece.value.startswith("training")}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "bottleneck"),
+    [
+        (large(), Layout(1, 1), Piece.TRAIN_ARITHMETIC),
+        (large(longest_tokens=2_000, completion_tokens=2_000, completions=16), Layout(16, 1), Piece.DECODE_WEIGHTS),
+        (large(longest_tokens=8_000, completion_tokens=8_000, rows_at_once=512), Layout(64, 1), Piece.DECODE_CACHE),
+        (large(shape=replace(QWEN7, layers=1), trained=10**6), Layout(16, 4), Piece.DECODE_STEPS),
+        (large(merged=True), Layout(64, 64), Piece.SYNC),
+        (
+            large(served=False, completion_tokens=8, longest_tokens=8, trained=10**10, save_steps=10**6),
+            Layout(64, 0),
+            Piece.GRADIENTS,
+        ),
+        (large(completion_tokens=8, longest_tokens=8, prompt_tokens=8, pass_rows=1), Layout(1, 1), Piece.TRAIN_WEIGHTS),
+    ],
+    ids=lambda given: given.name if isinstance(given, Piece) else "",
+)
+def test_the_bottleneck_has_a_name(model, layout, bottleneck):
+    cluster = replace(model.cluster, card=replace(model.cluster.card, memory=1e12))
+    assert replace(model, cluster=cluster, sent_once=bottleneck is not Piece.SYNC).forecast(layout).bottleneck is bottleneck
 
 
 @given(st.integers(1, 40), st.floats(1.0, 10.0))
@@ -152,6 +181,9 @@ def test_more_cards_are_never_slower_and_stop_helping_somewhere(served):
     assert steps == sorted(steps, reverse=True)
     assert all(point.best.cards <= point.cards for point in points if point.best is not None)
     limit = saturated(points)
+    # No doubling after it is worth 1.2.
+    after = [step for step in steps if step < limit.step_s]
+    assert limit.step_s < 1.2 ** (len(after) + 1) * steps[-1]
     assert limit.layout.trainers <= LARGE.completions
     # Processes and replicas keep each other in balance; what stops them is the work that no card takes from another one.
     assert points[-1].best.limit in (Piece.SYNC, Piece.DECODE_WEIGHTS)
@@ -172,6 +204,11 @@ def test_what_cannot_be_is_refused_with_a_fix(model, layout, message):
     with pytest.raises(ConfigError, match=message) as caught:
         model.forecast(layout)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("card", "trained", "layout"), [("h100", 10**9, Layout(1, 1)), ("l40s", LARGE.trained, Layout(1, 0))])
+def test_what_just_fits_is_not_refused(card, trained, layout):
+    assert large(card, trained=trained).forecast(layout).step_s > 0
 
 
 @pytest.mark.parametrize(

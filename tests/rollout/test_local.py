@@ -143,6 +143,7 @@ def test_greedy_equals_generate_of_transformers(engine, policy, tokenizer, promp
             pad_token_id=tokenizer.pad_token_id,
         )[:, len(prompt) :].tolist()  # fmt: skip
         assert row[: len(completion.token_ids)] == completion.token_ids
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == len(row) == 48
     # The penalty matters here.
     plain = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0))
     assert ([c.token_ids for c in ours] == [c.token_ids for c in plain]) == (penalty == 1.0)

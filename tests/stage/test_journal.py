@@ -109,3 +109,5 @@ def test_a_truncated_or_removed_file_is_read_from_its_start(path):
     assert steps(tail) == [1]
     path.unlink()
     assert steps(tail) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert steps(tail) == [1, 2]
