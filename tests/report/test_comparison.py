@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
+from jinja2 import UndefinedError
 
 from flows.cli.models import show_comparison
 from flows.cli.show import out
-from grpo_tasks.report import compare_runs, write_comparison
+from grpo_tasks.report import _render, compare_runs, write_comparison
 from grpo_tasks.tracking.past_runs import PastRun
 from schemas.metrics import KL, REWARD
 from tests.web_pages import assert_self_contained
@@ -138,6 +139,12 @@ def test_the_page_is_self_contained_and_repeatable(tmp_path):
     assert f"{'x' * 1_500} ..." in text
     assert "The runs used different data" not in text
     assert {path.name for path in tmp_path.iterdir()} == {"first.html", "second.html"}
+
+
+def test_a_value_that_the_page_needs_and_nobody_gave_is_an_error():
+    found = compare_runs(FIRST, SECOND)
+    with pytest.raises(UndefinedError, match="'curves' is undefined"):
+        _render("comparison.html", comparison=found, first=found.first, second=found.second, colours=["red", "blue"])
 
 
 @pytest.mark.slow

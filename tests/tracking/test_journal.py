@@ -17,7 +17,7 @@ from grpo_tasks.tracking.handle import MAX_METRICS, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper, Machine
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
-from schemas.errors import TrackingError
+from schemas.errors import TrackingError, TrainingError
 
 from .conftest import STARTED_MS, history, write_journal
 
@@ -159,6 +159,17 @@ def test_a_refusal_by_the_server_is_an_error_not_a_delay(child, stage):
     with pytest.raises(TrackingError, match="deleted") as caught:
         shipper_of(child, stage).ship()
     assert child.store.uri in str(caught.value)
+
+
+def test_a_line_damaged_after_others_were_sent_is_named(child, stage):
+    shipper = shipper_of(child, stage)
+    write_journal(stage.journal, [1])
+    assert shipper.ship()
+    with stage.journal.open("a") as file:
+        file.write('{"step": 2, "metr\n')
+    with pytest.raises(TrainingError, match="damaged") as caught:
+        shipper.ship()
+    assert caught.value.place == f"{stage.journal}:2"
 
 
 def test_no_call_exceeds_mlflows_limit_and_no_step_is_split(child, stage, monkeypatch):
