@@ -26,7 +26,12 @@ def test_conversations_on_two_nodes_train_the_bytes_of_two_local_processes(nodes
         spec = StageSpec.load(stages.write(name, resources=resources, **settings).spec)
         results.append(run_stage(spec.model_copy(update=played), tmp_path / f"{name}-run"))
     local, there = results
-    assert (there.sha256, there.steps) == (local.sha256, 3)
+    assert (there.sha256, there.steps, there.model.sha256) == (local.sha256, 3, local.model.sha256)
+    assert (there.directory, there.model.adapter) == (tmp_path / "there-run", tmp_path / "there-run" / "final")
+    here, fetched = (
+        {path.relative_to(made.directory) for path in made.directory.rglob("*") if path.is_file()} for made in results
+    )
+    assert fetched == here
     lines = [json.loads(line)["metrics"] for line in StageDir(there.directory).journal.read_text().splitlines()]
     assert all(line["conversations/errors"] == 0 for line in lines)
     assert any(line["conversations/environment_reward"] > 0 for line in lines)

@@ -110,6 +110,18 @@ def test_the_temporary_server_ends_with_a_command_that_is_killed(interrupted):
     assert alive(family) == []
 
 
+@pytest.mark.xdist_group("interrupted")
+def test_the_same_command_continues_to_the_end(interrupted):
+    place = interrupted
+    place.grpo("run", "small.yaml")
+    [result] = place.root.glob("runs/small/train_stage/*/result.json")
+    # Not begun anew; a start that was killed before its first checkpoint is not counted.
+    assert StageResult.load(result).resumed in (1, 2)
+    journal = (result.parent / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in journal] == list(range(1, UPDATES + 1))
+    assert place.parent("small").info.status == "FINISHED"
+
+
 KILLS, SECONDS = 6, 10.0
 
 

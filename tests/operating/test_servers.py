@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -42,6 +43,17 @@ def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_descriptio
         assert entry["work_queue_name"] in ("cpu", "gpu")
         assert {"grpo", entry["work_queue_name"]} <= {*entry["tags"]}
     assert found["gsm8k-qwen2.5-0.5b"]["work_queue_name"] == "gpu"
+
+
+def test_a_bad_value_is_refused_by_the_running_server(operated):
+    config = dict(operated.deployment("demo")["parameters"]["config"])
+    before = len(operated.runs_of("demo"))
+    for wrong in ({"seed": -1}, {"sead": 1}):
+        with pytest.raises(HTTPError) as refused:
+            operated.trigger("demo", config=config | wrong)
+        assert refused.value.code == 409
+        assert f"config.{next(iter(wrong))}" in refused.value.read().decode()
+    assert len(operated.runs_of("demo")) == before
 
 
 def test_doctor_asks_each_part_of_the_stack(operated):
