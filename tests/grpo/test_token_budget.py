@@ -17,7 +17,7 @@ from grpo_tasks.planning.memory_plan import RESERVE
 from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.stage.journal import Events
-from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ModelError
 from tests.grpo.conftest import events
 from tests.in_process import suite_of
@@ -90,9 +90,11 @@ def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
 
 @pytest.mark.slow
 def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, told, monkeypatch):
+    checkpointed = []
+
     def measured(name, bytes_per_token, **options):
         memory, directory = told(bytes_per_token, **options), stages.write(name, **AUTO | {"max_steps": 1})
-        monkeypatch.setattr(token_budget, "checkpoint_layers", lambda _: setattr(memory, "most", 10**9))
+        monkeypatch.setattr(token_budget, "checkpoint_layers", lambda _: checkpointed.append(setattr(memory, "most", 10**9)))
         train(directory)
         return memory.sizes[1:], json.loads(directory.token_budget.read_text())
 
@@ -101,9 +103,17 @@ def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, told, monke
     [first, second], half = measured("half", 60_000, most=0.7 * free)
     assert first == free > 0.7 * free >= second
     assert (half["checkpointing"], half["measured"] < kept["measured"]) == (False, True)
+    assert not checkpointed
     sizes, least = measured("least", 60_000, most=1)
     assert sizes[0] > sizes[1] > sizes[2]
     assert least["checkpointing"]
+    assert checkpointed
+    # A resumed stage does not measure again, and checkpoints.
+    directory, memory = StageDir(stages.root / "least"), told(60_000)
+    directory.result.unlink()
+    checkpointed.clear()
+    train(directory)
+    assert (memory.sizes, len(checkpointed)) == ([], 1)
 
 
 @pytest.mark.slow
