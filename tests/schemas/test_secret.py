@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import traceback
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -21,10 +21,12 @@ SECRET_NAMES = """
 DB_PWD MYSQL_PASS MYSQL_PWD HF_KEY SSH_PRIVATE_KEY PGPASSWORD AWS_ACCESS_KEY_ID dbPassword apiKey api-key access_token
 OPENAI_API_KEY_2 CLIENT_SECRET GOOGLE_CREDENTIALS PREFECT_AUTH REDIS_AUTH GITHUB_PAT KEY_PASSPHRASE X-Amz-Signature
 LDAP_BIND_PW GITHUB_BEARER SESSION_COOKIE SLACK_WEBHOOK SLACK_WEBHOOK_URL HF_TOKEN AWS_SECRET_ACCESS_KEY OPENAI_API_KEY
+MYAPIKEY API_JWT AZURE_SIG SLACK_WEBHOOK_URI SIGNING_KEY_ID ENCRYPTION_KEY_HEX MASTER_KEY_ID AUTH_KEY_ID
 """
 OTHER_NAMES = """
 MONKEY TOKENIZERS_PARALLELISM PATH PWD OLDPWD COMPASS SSH_AUTH_SOCK GIT_ASKPASS MAX_TOKENS KEYBOARD BYPASS PASSENGERS PUBLIC_KEY
 HF_TOKEN_PATH AUTHOR SECRETARY TURKEY_TEMPERATURE GRPO_WORKDIR COOKIE_FILE COOKIECUTTER_NAME WEBHOOK_LIMIT_S PWM
+OLD_PWD TOKEN_TTL TOKEN_EXPIRY SECRETS_DIR SECRETS_FOLDER TOKEN_SOCKET
 """
 KEY = """-----BEGIN OPENSSH PRIVATE KEY-----
 b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9u
@@ -49,7 +51,9 @@ QyNTUxOQAAACDf7planted7lineAAAAtzc2gtZWQ
         ("http://host/x?password=a%20b", "http://host/x?password=***"),
         ("http://host?a=1&token=abc&b=2", "http://host?a=1&token=***&b=2"),
         ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("redis://a-token-of-twenty-letters:x@host", "redis://***@host"),
         ("git+ssh://git@host/repo", "git+ssh://git@host/repo"),
+        ("git+ssh://git@host:group/repo", "git+ssh://git@host:group/repo"),
         ("models:/grpo-demo@champion", "models:/grpo-demo@champion"),
         ("https://host/a/@b?c=d", "https://host/a/@b?c=d"),
     ],
@@ -76,12 +80,16 @@ SLACK = "https://hooks.slack.com/services" + "/T00000000/B00000000/XXXXXXXXXXXXX
         ("https://acme.webhook.office.com/webhookb2/aa@bb/IncomingWebhook/cc", "https://acme.webhook.office.com/webhookb2/***"),
         ("https://api.telegram.org/bot123:AAE-x/sendMessage", "https://api.telegram.org/bot***"),
         ("curl -H 'Authorization: Bearer abc'", "curl -H 'Authorization: Bearer ***'"),
+        ("Authorization: Basic bWU6cGE1NQ==", "Authorization: Basic ***"),
         ("refused: Bearer a1b2c3d4e5f6", "refused: Bearer ***"),
         ("{'Cookie': 'session=abc; csrf=d e'}", "{'Cookie': '***'}"),
         ("Set-Cookie: id=abc; HttpOnly\nDate: today", "Set-Cookie: ***\nDate: today"),
+        ("X-Auth-Token: abc-def", "X-Auth-Token: ***"),
         ('{"X-Auth-Token": "abc-def"}', '{"X-Auth-Token": "***"}'),
         ("host=db user=me password=pa55 dbname=x", "host=db user=me password=*** dbname=x"),
         ("host=db password='pa 55\\' x' user=me", "host=db password=*** user=me"),
+        ("Server=db;Uid=me;Pwd=pa55;", "Server=db;Uid=me;Pwd=***;"),
+        ("Server=db Pwd=pa55", "Server=db Pwd=***"),
         ("LDAP_BIND_PW=pa55word\nHOME=/root", "LDAP_BIND_PW=***\nHOME=/root"),
         ('DB_PASSWORD = "hunter2"  # ours', 'DB_PASSWORD = "***"  # ours'),
         ('{"password": "hunter2", "port": "80"}', '{"password": "***", "port": "80"}'),
@@ -142,6 +150,8 @@ def test_values_of_secret_variables_are_hidden_and_short_or_other_ones_not(monke
     monkeypatch.setenv("HF_TOKEN", "abc")
     monkeypatch.setenv("HOME_TOWN", "other-value")
     assert hide("abc other-value") == "abc other-value"
+    monkeypatch.setenv("HF_TOKEN", "planted-word\n")
+    assert hide("it said planted-word.") == "it said ***."
 
 
 def test_names_of_secrets_are_known_and_names_of_other_things_are_not():
@@ -162,6 +172,8 @@ def test_each_line_of_a_secret_is_hidden_and_its_frame_is_not(monkeypatch):
 def test_a_password_in_an_address_of_the_environment_is_hidden(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:12345/6@7@host:5000")
     assert hide("the password 12345/6@7 was refused by host") == "the password *** was refused by host"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:pa%2055%21word@host?token=planted-word")
+    assert hide("pa%2055%21word is pa 55!word, next to planted-word") == "*** is ***, next to ***"
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=12, max_size=30))
@@ -170,7 +182,8 @@ def test_a_secret_is_hidden_however_it_is_written(value):
         patch.setenv("HF_KEY", value.replace("\0", "0"))
         value = os.environ["HF_KEY"]
         plain = json.dumps(value, ensure_ascii=False)
-        for text in (value, repr(value), json.dumps(value), plain, html.escape(value), quote(value)):
+        in_address = quote(value), quote(value, ""), quote_plus(value)
+        for text in (value, repr(value), json.dumps(value), plain, html.escape(value), *in_address):
             assert value not in hide(f"it said {text} and went")
             assert text not in hide(f"it said {text} and went")
 
