@@ -126,7 +126,7 @@ def test_the_test_is_one_sided():
     assert judge(theirs, ours).p_value < 0.001
 
 
-def test_a_clear_gain_is_seen_up_to_the_level_of_its_p_value():
+def test_a_clear_gain_is_seen_up_to_its_p_value():
     rng = np.random.default_rng(2)
     ours, theirs = rng.binomial(4, 0.7, size=64) / 4, rng.binomial(4, 0.4, size=64) / 4
     assert judge(ours, theirs, alpha=0.01).better
