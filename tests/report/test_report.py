@@ -51,8 +51,10 @@ def results(make_config, make_stage, make_evaluation, make_merge, data_report, l
     questions = [[{"role": "user", "content": f"{HOSTILE} question {prompt_id}"}] for prompt_id in BEFORE]
     held_out = {"prompt_id": list(BEFORE), "prompt": questions, "answer": ["4"] * len(BEFORE)}
     pl.DataFrame(held_out).write_parquet(data_report.eval)
-    rejected = {"source": "train.jsonl", "line": 41, "rule": "answer_missing", "meaning": "the answer is empty", "value": HOSTILE}
-    pl.DataFrame([rejected]).write_parquet(data_report.directory / "quarantine.parquet")
+    rejected = {"source": "train.jsonl", "line": 41, "rule": "answer_missing", "meaning": "the answer is empty"}
+    pl.DataFrame([rejected | {"value": HOSTILE + 'api_key = "secret-word 7"'}]).write_parquet(
+        data_report.directory / "quarantine.parquet"
+    )
     test = PairedTest(against="base", metric="accuracy", prompts=4, difference=0.25, p_value=0.01, better=True)
     check = Regression(metric="format_rate", against="base", ours=0.9, theirs=0.5, limit=0.45, passed=True)
     return RunResults(
@@ -92,6 +94,8 @@ def test_the_page_shows_the_decision_and_untrusted_text_as_text(results, stage_d
     assert_self_contained(text)
     # System prompt, questions, completions and the rejected value.
     assert text.count("&lt;script&gt;") > 10
+    assert "api_key" in text
+    assert "secret-word" not in text, "it is hidden before its quotes are escaped"
     decision = ("Promoted:", "against base", "+0.2500", "must not be worse than base", "grpo reproduce small/1")
     for shown in (
         *decision,

@@ -67,6 +67,7 @@ def test_smoothing_keeps_the_mean_of_a_constant_and_the_range(size):
     assert smooth.shape == values.shape
     assert values.min() - 1e-9 <= smooth.min() <= smooth.max() <= values.max() + 1e-9
     np.testing.assert_allclose(plots._smooth(np.full(size, 3.0)), 3.0)
+    np.testing.assert_allclose(plots._smooth(values[::-1]), smooth[::-1], err_msg="it shifts no curve in time")
 
 
 def test_a_single_measurement_is_visible(tmp_path):
