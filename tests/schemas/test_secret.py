@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -21,7 +22,7 @@ SECRET_NAMES = """
 DB_PWD MYSQL_PASS MYSQL_PWD HF_KEY SSH_PRIVATE_KEY PGPASSWORD AWS_ACCESS_KEY_ID dbPassword apiKey api-key access_token
 OPENAI_API_KEY_2 CLIENT_SECRET GOOGLE_CREDENTIALS PREFECT_AUTH REDIS_AUTH GITHUB_PAT KEY_PASSPHRASE X-Amz-Signature
 LDAP_BIND_PW GITHUB_BEARER SESSION_COOKIE SLACK_WEBHOOK SLACK_WEBHOOK_URL HF_TOKEN AWS_SECRET_ACCESS_KEY OPENAI_API_KEY
-MYAPIKEY API_JWT AZURE_SIG SLACK_WEBHOOK_URI SIGNING_KEY_ID ENCRYPTION_KEY_HEX MASTER_KEY_ID AUTH_KEY_ID
+DB_PWD_2 MYAPIKEY API_JWT AZURE_SIG SLACK_WEBHOOK_URI SIGNING_KEY_ID ENCRYPTION_KEY_HEX MASTER_KEY_ID AUTH_KEY_ID
 """
 OTHER_NAMES = """
 MONKEY TOKENIZERS_PARALLELISM PATH PWD OLDPWD COMPASS SSH_AUTH_SOCK GIT_ASKPASS MAX_TOKENS KEYBOARD BYPASS PASSENGERS PUBLIC_KEY
@@ -167,6 +168,7 @@ def test_each_line_of_a_secret_is_hidden_and_its_frame_is_not(monkeypatch):
     assert hide("-----BEGIN CERTIFICATE-----") == "-----BEGIN CERTIFICATE-----"
     monkeypatch.delenv("SSH_PRIVATE_KEY")
     assert hide(f"it holds {KEY}, which") == "it holds ***\n, which"
+    assert hide(f"it holds {KEY[:80]}") == "it holds ***", "the end is cut off"
 
 
 def test_a_password_in_an_address_of_the_environment_is_hidden(monkeypatch):
@@ -327,3 +329,4 @@ def test_settings_with_harmless_names_are_no_secrets():
     args = ["--max-num-batched-tokens", "4096", "--tokenizer", "a/b", "--pass", "1"]
     at = ["models:/demo@champion", "hf://datasets/a/b@main", "embedded:arithmetic_train.jsonl"]
     assert list(secrets_in({"params": params, "args": args, "at": at})) == []
+    assert list(secrets_in({"file": Path(HF), "pair": ("a", HF)})) == ["file", "pair.1"]
