@@ -133,7 +133,7 @@ def send_event(event: str, resource: str, payload: Mapping[str, object], *, even
 
 @contextmanager
 def locked(lock: Path, use: str, *, who: str, shared: bool = False) -> Iterator[None]:
-    """Hold a lock (`kit.lock.alone`) while the block runs. Every list of runs says why a run waits for it.
+    """Hold a lock (`kit.lock.file_lock`) while the block runs. Every list of runs says why a run waits for it.
 
     `use`, such as `uses the same folder F`, is what its holder does with it; `who` names this holder outside of a flow.
     """

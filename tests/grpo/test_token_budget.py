@@ -29,7 +29,7 @@ TOTAL = RESERVE + 40 * 2**20
 """A card with room for a few hundred tokens of the embedded model."""
 
 
-class Told(token_budget.CudaMemory):
+class ReportedMemory(token_budget.CudaMemory):
     """A memory that reports so many bytes for each token of a pass, and is full above a number of tokens."""
 
     def __init__(self, bytes_per_token, most=10**9):
@@ -45,11 +45,11 @@ class Told(token_budget.CudaMemory):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def reported_memory(monkeypatch):
     """Let the CPU report a memory."""
 
     def tell(bytes_per_token, **options):
-        memory = Told(bytes_per_token, **options)
+        memory = ReportedMemory(bytes_per_token, **options)
         batch = token_budget._batch
 
         def watched(plan, tokens, policies):
@@ -73,10 +73,10 @@ def train(directory):
 
 
 @pytest.mark.slow
-def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
+def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, reported_memory):
     sizes = {}
     for name, bytes_per_token in (("light", 20_000), ("heavy", 80_000)):
-        told(bytes_per_token)
+        reported_memory(bytes_per_token)
         directory = stages.write(name, **AUTO)
         trainer = train(directory)
         kept = json.loads(directory.token_budget.read_text())
@@ -89,11 +89,11 @@ def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
 
 
 @pytest.mark.slow
-def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, told, monkeypatch):
+def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, reported_memory, monkeypatch):
     checkpointed = []
 
     def measured(name, bytes_per_token, **options):
-        memory, directory = told(bytes_per_token, **options), stages.write(name, **AUTO | {"max_steps": 1})
+        memory, directory = reported_memory(bytes_per_token, **options), stages.write(name, **AUTO | {"max_steps": 1})
         monkeypatch.setattr(token_budget, "checkpoint_layers", lambda _: checkpointed.append(setattr(memory, "most", 10**9)))
         train(directory)
         return memory.sizes[1:], json.loads(directory.token_budget.read_text())
@@ -109,7 +109,7 @@ def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, told, monke
     assert least["checkpointing"]
     assert checkpointed
     # A resumed stage does not measure again, and checkpoints.
-    directory, memory = StageDir(stages.root / "least"), told(60_000)
+    directory, memory = StageDir(stages.root / "least"), reported_memory(60_000)
     directory.result.unlink()
     checkpointed.clear()
     train(directory)
@@ -117,8 +117,8 @@ def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages, told, monke
 
 
 @pytest.mark.slow
-def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, told):
-    told(60_000)
+def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, reported_memory):
+    reported_memory(60_000)
     whole = stages.write("whole", **AUTO)
     train(whole)
     cut = stages.write("cut", **AUTO)
@@ -128,7 +128,7 @@ def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, tol
         shutil.rmtree(cut.checkpoints / later)
     shutil.rmtree(cut.final)
     cut.result.unlink()
-    memory = told(10_000)
+    memory = reported_memory(10_000)
     resumed = train(cut)
     assert resumed.counters.resumed == 1
     assert memory.sizes == []  # not measured again
@@ -137,11 +137,11 @@ def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, tol
 
 
 @pytest.mark.slow
-def test_another_card_is_measured_again(stages, told):
-    told(60_000)
+def test_another_card_is_measured_again(stages, reported_memory):
+    reported_memory(60_000)
     directory = stages.write(**AUTO)
     train(directory)
-    memory = told(60_000)
+    memory = reported_memory(60_000)
     memory.total *= 2
     directory.result.unlink()
     train(directory)
@@ -149,8 +149,8 @@ def test_another_card_is_measured_again(stages, told):
 
 
 @pytest.mark.slow
-def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
-    told(1, most=0)
+def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, reported_memory):
+    reported_memory(1, most=0)
     directory = stages.write(**AUTO)
     spec = StageSpec.load(directory.spec)
     with suite_of(spec) as suite, pytest.raises(ModelError, match="does not fit into") as caught:
@@ -160,8 +160,8 @@ def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
 
 
 @pytest.mark.slow
-def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, small, tokenizer, tmp_path):  # noqa: F811
-    memory, paths = told(20_000), []
+def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, reported_memory, small, tokenizer, tmp_path):  # noqa: F811
+    memory, paths = reported_memory(20_000), []
     memory.begin = lambda: paths.append([path for path, _ in asked]) or 0.0
     directory = stages.write(**AUTO)
     spec = StageSpec.load(directory.spec)

@@ -130,11 +130,11 @@ def test_a_served_champion_answers_in_the_form_of_openais_api(database, chat_cha
             post(f"{address}/invocations", {"messages": CHAT, "stream": True})
         assert refused.value.code == 400
         assert "leave out `stream`" in refused.value.read().decode()
-        if PYTHON.exists():
-            # OpenAI's own client, where there is a vLLM environment: it is part of that.
-            asked = [PYTHON, CLIENT, f"{address}/invocations?path=", "demo"]
-            said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
-            assert said.stdout == f"{answer}\n"
+        if not PYTHON.exists():
+            pytest.skip("the answers are right; OpenAI's own client needs the vLLM environment (make vllm)")
+        asked = [PYTHON, CLIENT, f"{address}/invocations?path=", "demo"]
+        said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+        assert said.stdout == f"{answer}\n"
 
 
 def post(address, body):
