@@ -139,10 +139,12 @@ def test_quarantine_shows_what_was_found_and_what_it_means(planted):
 IGNORABLE = {rule.name for rule in RULES if rule.ignorable}
 
 
-@pytest.mark.parametrize("rules", [IGNORABLE, {"duplicate"}, {"prompt_too_long", "unknown_role"}], ids=len)
-def test_an_ignored_rule_refuses_nothing(planted, rules):
-    verdict = planted(ignore_rules=sorted(rules))
-    kept = [line for line, (broken, _) in enumerate(PLANTED, 1) if broken <= rules]
+@pytest.mark.parametrize(
+    "ignored", [*([name] for name in sorted(IGNORABLE)), ["prompt_too_long", "unknown_role"], sorted(IGNORABLE)]
+)
+def test_an_ignored_rule_refuses_nothing(planted, ignored):
+    verdict = planted(ignore_rules=ignored)
+    kept = [line for line, (broken, _) in enumerate(PLANTED, 1) if broken <= set(ignored)]
     assert verdict.split("train")["line"].to_list() == kept
 
 
