@@ -5,9 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from graphlib import TopologicalSorter
-from importlib.metadata import distributions
 from pathlib import Path
 
 import grimp
@@ -118,36 +116,6 @@ def test_data_rewards_and_evaluation_need_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_exactly_the_three_packages_and_nobody_else_provides_them(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
-    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in names if not name.endswith(".dist-info")} == set(PACKAGES)
-    files = zipfile.ZipFile(wheel).namelist()
-    assert "grpo_tasks/demo/base/model.safetensors" in files
-    others = [
-        other.name
-        for other in distributions()
-        if other.name != "grpo-pipeline"
-        for file in other.files or []
-        if file.parts[0] in PACKAGES
-    ]
-    assert others == []
 
 
 def test_init_files_hold_a_docstring_only():

@@ -13,6 +13,7 @@ import time
 import urllib.request
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,20 @@ def installation(request, installations, tmp_path):
     return Installation(*installations[request.param], folder)
 
 
-def test_the_wheel_holds_presets_deployments_templates_and_type_markers(wheel):
+def test_the_wheel_holds_every_file_that_a_command_may_read(wheel):
     files = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"{package}/py.typed" for package in PACKAGES} <= files
+    assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == set(PACKAGES)
+    parts = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    read = {str(path.relative_to(ROOT)) for path in parts if "__pycache__" not in path.parts}
+    assert "grpo_tasks/demo/base/model.safetensors" in read
     deploy = [ROOT / "deploy" / "prefect.yaml", *(ROOT / "deploy").glob("presets/*"), *(ROOT / "deploy").glob("work_pools/*")]
     assert len(deploy) > 8
-    assert {f"schemas/{path.relative_to(ROOT)}" for path in deploy} <= files
+    assert read | {f"schemas/{path.relative_to(ROOT)}" for path in deploy} <= files
+
+
+def test_no_other_distribution_provides_one_of_the_packages():
+    others = [other for other in distributions() if other.name != "grpo-pipeline"]
+    assert [other.name for other in others for file in other.files or [] if file.parts[0] in PACKAGES] == []
 
 
 @pytest.mark.parametrize("installation", KINDS, indirect=True)
@@ -141,7 +150,7 @@ def test_deployments_are_written_to_a_named_file_where_there_is_no_checkout(inst
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("installation", [pytest.param("wheel", marks=pytest.mark.ci), "read-only checkout"], indirect=True)
+@pytest.mark.parametrize("installation", KINDS, indirect=True)
 def test_the_demo_runs_in_an_empty_folder(installation):
     before = installation.files()
     settings = [text for name, value in FEW_STEPS.items() for text in ("--set", f"{name}={value}")]
