@@ -140,7 +140,8 @@ def _files() -> Iterator[Line]:
                 load(Path(folder), str(Path(folder) / name))
             except DataError as error:
                 counted += says in error.message and name in error.place and bool(error.fix)
-    yield "files: empty, UTF-16, packed, another format, broken, open quotes, ...", len(UNREADABLE), f"{counted} refused by name"
+    tried = "files: empty, broken UTF-16, packed, another format, broken, open quotes, ..."
+    yield tried, len(UNREADABLE), f"{counted} refused by name"
 
 
 def _seconds(call: object) -> float:
