@@ -1,4 +1,7 @@
-"""The pipeline: data in, champion out. Read `run_pipeline` from top to bottom: each line is a step, and a label in the UI."""
+"""The pipeline: data in, champion out. Read `train_and_evaluate`, then `_published`.
+
+The calls are steps, or what flows/steps.py wraps around one. Each is a label in the UI.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

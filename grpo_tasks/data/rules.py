@@ -4,7 +4,7 @@
     line      jsonl.py, sources.py, records.py the text of one line with its format
     prompt    records.py, here, judge.py       the messages of one row
     answer    records.py, here                 the ground truth of one row
-    table     here                             one row with the other rows
+    table     here, leaks.py                   one row with the other rows
 
     rows --add_views--> --broken_row_rules--> row, rule, value
          --relation_keys--> --find_duplicates, find_contradictions--> row, rule, value

@@ -40,7 +40,7 @@ from schemas.results.data import PromptTable
 from schemas.results.model import ModelRef
 
 _ROOT = Path(__file__).resolve().parents[2]
-MACHINERY = tuple(f"grpo_tasks.{room}" for room in ("cluster", "kit", "operating", "processes", "running", "web"))
+MACHINERY = tuple(f"grpo_tasks.{room}" for room in ("cluster", "kit", "operating", "processes", "running"))
 """How and where a step is run. It does not change what the step makes."""
 _OURS = re.compile(r"(grpo_tasks|schemas)(\.\w+)+")
 
