@@ -166,9 +166,9 @@ def decide(asked: SuspendedRun, made: Made | None, publish: Callable[[FlowRun, S
 
 
 def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: str, comparison: str) -> bool:
-    """Suspend the run for `promotion.approval_hours` at most, until a person has decided, and record the decision.
+    """Suspend the run until a person has decided, and record the decision. False: this run cannot ask anybody.
 
-    Lists of runs show the `headline` meanwhile, and the form the `comparison` (Markdown). False: this run cannot ask anybody.
+    Lists of runs show the `headline` meanwhile, and the form the `comparison` (Markdown).
     """
     config, name = asked.config, f"{publication.model_name}/{publication.model_version}"
     if deployment.id is None or flow_run.parent_flow_run_id is not None:

@@ -131,10 +131,9 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The config with the downloaded folder of the registered model that `model.path` names, if it names one, and a fixed date.
+    """The config with the folder of the registered model that `model.path` names, if it names one, and a fixed date.
 
-    Raises:
-        ConfigError: the model was published in a precision that model.dtype would round.
+    `ConfigError` where the model was published in a precision that model.dtype would round.
     """
     # Here too, because a download is the first thing that a flow may write.
     check_working_directory()
@@ -189,10 +188,7 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
 
 
 def with_pinned_model(config: RunConfig) -> RunConfig:
-    """The config with `model.path` set to the version that an alias or a bare name stands for now, if it is a registered model.
-
-    An alias moves. What is hashed, compared or trained later must be the version that was found first.
-    """
+    """The config with the version that `model.path` stands for now, if it names a registered model: an alias moves."""
     name = config.model.path
     if not _is_registered(name, config.tracking):
         return config

@@ -79,8 +79,7 @@ def base_model(config: RunConfig) -> ModelRef:
 def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     """Read and validate the data of a config. `directory` gets train.parquet, eval.parquet, quarantine.parquet and report.md.
 
-    Raises:
-        DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
+    `DataError` where a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
     return make(validate_data, directory, config, make(prepare_data, directory, config))
 
@@ -172,8 +171,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
 
-    Raises:
-        MergeError: the merged or the saved model differs from base + adapter.
+    `MergeError` where the merged or the saved model differs from base + adapter.
     """
     return make(merge_adapter, directory, config, model, data)
 
@@ -274,8 +272,7 @@ def _folder(directory: str | Path) -> Path:
 def add_rewards(section: RewardsConfig, rewards: Mapping[str, Reward], directory: Path) -> RewardsConfig:
     """The rewards section of a config with further functions; the source of those without a module goes into `directory`.
 
-    Raises:
-        ConfigError: a reward uses something that only exists in this process.
+    `ConfigError` where a reward uses something that only exists in this process.
     """
     notebook = _Notebook()
     paths: dict[str, str] = {}

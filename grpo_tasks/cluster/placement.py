@@ -1,8 +1,7 @@
 """Reserves what a stage needs: all of it or nothing, and says what it waits for.
 
-nodes alone           one Ray placement group, which holds nothing while it waits
-nodes and servers     two of them, because the servers stay while nodes are replaced. Nothing is requested before both have room.
-                      If another run is faster, both are released, so no two runs wait for what the other one holds
+Nodes alone are one Ray placement group, which holds nothing while it waits. With servers there are two, because the servers stay
+while nodes are replaced: nothing is requested before both have room, and if another run is faster both are released.
 """
 
 import random

@@ -101,7 +101,7 @@ class SamplingSupervisor:
     def sample(self) -> pl.DataFrame:
         """The table of all completions, in the order of one process.
 
-        Raises the UserError that a process left, or ClusterError where more workers died than `max_restarts` allows.
+        The `UserError` that a process left, or `ClusterError` where more workers died than `max_restarts` allows.
         """
         while self.waiting:
             # No more processes than there are shards left.

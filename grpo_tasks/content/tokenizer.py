@@ -149,10 +149,7 @@ def _today(date: str) -> str:
 
 
 def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:
-    """Make the chat template begin conversations without a system message with this one, in place, instead of an earlier one.
-
-    The prompt is a string in the template, never a part of it.
-    """
+    """Make the chat template begin conversations without a system message with this string, in place of an earlier one."""
     opening = _SYSTEM_START + _SYSTEM.replace("PROMPT", _literal(prompt)) + _SYSTEM_END
     _change_templates(tokenizer, lambda template: opening + _own_line(_split_system(template)[1]))
 
@@ -273,8 +270,8 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts that a model is to continue.
 
-    A text begins with what the tokenizer writes before any text, such as BOS, once: a prompt that a chat template has rendered
-    brings its own. Nothing is written behind it: a model that has read EOS begins another text.
+    What the tokenizer writes before any text, such as BOS, stands there once: a rendered prompt brings its own. Nothing is
+    written behind the text: a model that has read EOS begins another one.
     """
     before, _ = surroundings(tokenizer)
     found = []

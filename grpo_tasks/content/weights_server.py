@@ -43,8 +43,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
     """Serve until Ctrl-C, in a folder that the vLLM server sees under the same path; requests carry `key` as a bearer token.
 
-    Raises:
-        UserError: other machines could write here without a key.
+    `UserError` where other machines could write here without a key.
     """
     if key is None and host not in LOOPBACK:
         raise UserError(

@@ -202,9 +202,8 @@ class TokenCounter:
 def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
     """The token counter of a model.
 
-    Raises:
-        ModelError: the tokenizer is missing or damaged, or it is needed for chats and has no chat template, or reading the files
-            of a strange model exceeds the limits.
+    `ModelError` where the tokenizer is missing or damaged, or is needed for chats and has no chat template, or the files of a
+    strange model exceed the limits.
     """
     path = resolve(model.path)
     check_model_files(model.path, model.revision)

@@ -82,12 +82,8 @@ class _Conversation:
 class EnvironmentPool:
     """Implements `Environments` (contract.py) with worker processes; a context manager.
 
-    Args:
-        config: what answers the policy.
-        chat_template: that of the model, or several by name; it names the format of calls.
-        reasoning: names of the tags around reasoning. Calls inside do not count.
-        starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
-        log: file that receives what they print.
+    `chat_template` is that of the model, or several by name: it names the format of calls. `reasoning` and `starts_inside` are
+    those of `read_turn` (calls.py), and `log` receives what the environments print.
     """
 
     def __init__(

@@ -89,12 +89,7 @@ class Lost:
 
 
 class EnvironmentWorker(WorkerProcess):
-    """One child process that holds the environments of several conversations. A hang, a crash or too much memory ends it.
-
-    Args:
-        config: what it runs, and its limits.
-        log: file that receives the beginning of what is printed during each call. None: the output is discarded.
-    """
+    """One child process that holds the environments of several conversations. A hang, a crash or too much memory ends it."""
 
     def __init__(self, config: InteractionConfig, *, log: Path | None = None) -> None:
         # Sets of texts then have the same order in every worker.
@@ -107,10 +102,9 @@ class EnvironmentWorker(WorkerProcess):
         """How many processes it has had. An environment lives in one of them."""
 
     def load(self, *, with_schemas: bool) -> list[dict[str, Any]]:
-        """Start the process unless it runs, and import what the configuration names; UserError: that fails, or ends it.
+        """Start the process unless it runs, and import what the configuration names; `UserError` where that fails, or ends it.
 
-        Returns:
-            The schemas of the tools if they are wanted and the process was started.
+        Returns the schemas of the tools if they are wanted and the process was started.
         """
         # What ended it between two calls, such as a thread, is not the fault of the next conversation.
         if self.link is not None and not self.link.has_ended() and not self.link.has_unread_bytes():

@@ -40,8 +40,9 @@ _ADDRESS = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(?::([0-9]+))?")
 
 
 class SameOrigin:
-    """ASGI middleware: 403 for requests and websockets from other pages, or to a host name other than the loopback names and
-    `hosts` (default: GRPO_ALLOWED_HOSTS).
+    """ASGI middleware: 403 for requests from other pages, or to a host name that is neither loopback nor one of `hosts`.
+
+    `hosts` are by default those of GRPO_ALLOWED_HOSTS.
     """
 
     def __init__(self, app: App, hosts: Iterable[str] | None = None) -> None:

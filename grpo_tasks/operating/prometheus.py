@@ -29,10 +29,7 @@ LABELS = ("run", "stage", "of")
 
 
 def serve_metrics(runs: Path, host: str, port: int) -> None:
-    """Serve /metrics until Ctrl-C, for the runs in `resources.output_dir`.
-
-    Requests have to name `host`, a loopback name, or one of GRPO_ALLOWED_HOSTS.
-    """
+    """Serve /metrics until Ctrl-C, for the runs in the folder `runs`, to requests for `host`, loopback or GRPO_ALLOWED_HOSTS."""
     import uvicorn
 
     uvicorn.run(metrics_app(runs, host), host=host, port=port, log_level="warning")

@@ -81,13 +81,10 @@ class Stack:
         workers: int = 1,
         supervised: bool = True,
     ) -> Addresses:
-        """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended,
-        and what an earlier start did not come to; the addresses are then those of the running stack.
+        """Start everything and wait until it answers, or what has ended of a stack that runs here already, at its addresses.
 
-        `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`.
-
-        Raises:
-            UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
+        `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`. `UserError` where
+        a complete stack runs here already, or a server does not start (then everything is stopped again).
         """
         self.folder.mkdir(exist_ok=True)
         begins = False
@@ -362,8 +359,9 @@ class Restarts:
 
 
 def supervise(stack: Stack, postgres: str | None, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
-    """Start again whatever ends, until `stop_requested` or until `grpo down` has stopped the stack. A process that ends again at
-    once is started less and less often, up to once a minute: its log says why.
+    """Start again whatever ends, until `stop_requested` or until `grpo down` has stopped the stack.
+
+    A process that ends again at once is started less and less often, up to once a minute: its log says why.
     """
     restarts = Restarts()
     while not stop_requested() and (ended := stack.ended()) is not None:

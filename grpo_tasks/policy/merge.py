@@ -1,10 +1,6 @@
 """Merge base and adapter into one model, and prove that what was learned is what is saved.
 
-    base + adapter --merge in float32--> merged --round to a precision--> files --reload--> compare
-          |                                          ^                                        |
-          |                                          +---- the next precision <---- keeps less than 95 %
-          +---- the base: how much did training change?                                       |
-                                                                                         keeps 95 %: done
+    merge in float32 -> round to a precision -> files -> reload -> compare: keeps 95 %, or the next precision
 
 The proof compares at every position of the policy's completions of held-out prompts (change.py): the merged model in float32,
 then the one reloaded from its files. bfloat16 keeps 8 bits of a weight, float16 11: a careful training changes less than that.
