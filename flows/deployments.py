@@ -138,7 +138,7 @@ def _single_steps() -> list[Deployment]:
         Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
         Deployment(
             "publish",
-            "flows.publish.publish_flow",
+            "flows.single.publish_flow",
             "Merge an adapter, compare it with base and champion, register it, decide.",
             demo,
         ),

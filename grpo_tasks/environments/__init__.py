@@ -1,6 +1,6 @@
 """Tools and environments: what answers the policy between two turns of a conversation, in worker processes with limits.
 
-    rollout --turns--> pool.py --requests--> worker.py  ==process==  serve.py --> forms.py --> the user's code
+    rollout --turns--> pool.py  ==process==  serve.py --> forms.py --> the user's code
                           |
                        calls.py: the calls of a turn
 
