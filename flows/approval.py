@@ -1,9 +1,7 @@
 """A person decides about the champion (promotion.approval: manual), in the form with which Prefect resumes a suspended run.
 
-    the tests pass  ->  suspend: the process ends, nothing is held  ->  Resume in the UI, with the form
-                    ->  a worker starts the run again: only the alias moves, whatever has become of data and code
-
-A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
+The process ends while the run is suspended. A worker starts it again: only the alias moves, whatever has become of data and code.
+A run without a deployment cannot be started again; it ends with the version registered, and `grpo promote` decides.
 """
 
 import hashlib

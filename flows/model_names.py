@@ -160,10 +160,9 @@ def with_local_model(config: RunConfig) -> RunConfig:
 
 
 def with_fixed_date(config: RunConfig) -> RunConfig:
-    """The config with the day that the model's chat template writes: that of the first run in the folder of its results.
+    """The config with the day that the model's chat template writes, if it does: that of the first run in the same folder.
 
-    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts. Unchanged where the template
-    writes no day, or the config names one.
+    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts.
     """
     given, model = config.rollout.chat_template_kwargs, config.model
     if TEMPLATE_DATE in given or not asks_for_date(resolve(model.path), model.revision):

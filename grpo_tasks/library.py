@@ -95,9 +95,8 @@ def measure_difficulty(
         directory: gets pass_rates.parquet, report.md, and samples.parquet with every completion.
         start: the model to sample from; by default the base model.
 
-    Raises:
-        ConfigError: the config asks for no samples and names no column.
-        DataError: a value of the column is no number between 0 and 1.
+    `ConfigError` where the config asks for no samples and names no column, `DataError` where a value of it is none between 0 and
+    1.
     """
     if config.difficulty.pass_rate_column is None and config.difficulty.samples == 0:
         raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="difficulty.samples: 8")
@@ -217,12 +216,8 @@ def generate(
         num_samples: completions per question.
         temperature: 0 always takes the most likely token.
 
-    Returns:
-        For each question its completions; of a conversation the last turn. A warning names each conversation that a fault of its
-        environment ended.
-
-    Raises:
-        UserError: the model, a tool or the environment cannot be loaded.
+    Returns for each question its completions; of a conversation the last turn. A warning names each conversation that a fault of
+    its environment ended. `UserError` where the model, a tool or the environment cannot be loaded.
     """
     drawn = completions_of(config, model, questions, num_samples=num_samples, temperature=temperature)
     for question, completions in zip(questions, drawn, strict=True):

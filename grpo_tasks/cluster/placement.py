@@ -136,11 +136,9 @@ class Reservation:
         """Wait for the nodes or processes, and for the servers unless they are reserved already; the group of the former.
 
         After `wait_s` seconds fewer will do, down to one: with `fewer`, because something has died, even if the cluster is only
-        busy; for processes of an evaluation when the cluster as a whole cannot hold them for so long.
-
-        Raises:
-            ReservationConflict: the servers are reserved, and not even one node was to be had within `wait_s`.
-            ClusterError: the cluster as a whole has been too small for JOIN_S or `wait_s`, whichever is longer.
+        busy; for processes of an evaluation when the cluster as a whole cannot hold them for so long. `ReservationConflict` where
+        the servers are reserved and not even one node was to be had, `ClusterError` where the cluster as a whole has been too
+        small for JOIN_S or `wait_s`, whichever is longer.
         """
         self._release_nodes()
         demand, began = self.demand, time.monotonic()

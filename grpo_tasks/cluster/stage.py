@@ -1,10 +1,7 @@
 """`python -m grpo_tasks.cluster.stage STAGE_DIR`: trains a stage on the nodes of a Ray cluster, or resumes it.
 
-    reserve nodes and room for rollout servers, all of it or nothing -> start the servers
-    attempt: compare versions -> send the stage -> start the ranks -> collect until all ranks ended
-    a node, an actor or a rank dies: end the attempt, report it as an event of the stage, reserve nodes again, attempt again
-
-The ranks of a stage can only go on together, from a checkpoint that all of them read.
+When a node, an actor or a rank dies, the attempt ends with an event of the stage, nodes are reserved again, and the next attempt
+begins: the ranks of a stage can only go on together, from a checkpoint that all of them read.
 """
 
 import json

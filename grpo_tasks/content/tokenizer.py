@@ -1,13 +1,9 @@
 """A tokenizer and its chat template: what a run's settings change about them, and what they make of texts and turns.
 
-    tokenizer as published -> added tokens of model.added_tokens -> template with the defaults of rollout.chat_template_kwargs
-                                                                 -> merged model: also with the system prompt of the training
-    prompt --prompt_ids, text_ids--> token ids: one BOS, no EOS
-    chat   --rendered--> text by the template
-    turn   --turn_end--> the special token that the template writes behind what the assistant says
-
-Whoever loads a tokenizer prepares it here, and whoever tokenises does it here, so that validation, sampling, training and the
-merged model agree. A merged model is saved with the changes, and needs no settings of ours. Imports no torch.
+`prepare` gives a published tokenizer model.added_tokens and its template the defaults of rollout.chat_template_kwargs; that of a
+merged model also gets the system prompt of the training. Whoever loads a tokenizer prepares it here, and whoever tokenises does
+it here, so that validation, sampling, training and the merged model agree. A merged model is saved with the changes, and needs no
+settings of ours. Imports no torch.
 """
 
 import json
@@ -65,10 +61,7 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken
 def starting_rows(
     tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken], new_ids: Sequence[int]
 ) -> dict[int, list[int]]:
-    """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`).
-
-    Raises ConfigError where such a text has no tokens that the model knows.
-    """
+    """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`); `ConfigError` where none."""
     rows = {}
     for token in tokens:
         number = token_id(tokenizer, token.token)

@@ -1,9 +1,8 @@
 """A data file that nobody has described -> a commented config that the validation step accepts (`grpo init`).
 
-    file --preview--> rows --names and values--> candidates --the pipeline's own validation--> the first that works --> YAML
-
-Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the
-trial, so `grpo validate` agrees with it.
+Names and values of the first rows give candidates; the first one that passes the pipeline's own validation is taken. Nothing is
+written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the trial, so `grpo
+validate` agrees with it.
 """
 
 import json

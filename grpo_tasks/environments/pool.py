@@ -1,8 +1,5 @@
 """The environments of a rollout: which worker has which conversation, what a turn asks of it, and what follows a fault.
 
-    turn -> calls.py: its calls -> checked against the schemas -> worker: one after the other -> a message of the role tool each
-         -> no calls: the environment's step; without one the conversation is over
-
 Which worker serves a conversation must not change it. So a conversation whose worker was ended by another one is played again in
 the new process, up to where it was: a conversation pays only for its own faults. If it then goes another way, its environment
 does not repeat itself by seed, and the conversation ends with an error.

@@ -85,10 +85,7 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
 
 
 def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
-    """The versions that a version was made from, the first one trained on a model from elsewhere.
-
-    Raises ModelError where there is no such version, or one of them cannot be a part of an adapter.
-    """
+    """The versions that a version was made from, oldest first; `ModelError` if one is missing, or can be part of no adapter."""
     links: list[Link] = []
     while reference:
         lineage = lineage_of(reference, tracking)

@@ -1,11 +1,8 @@
 """Servers and workers of one folder, on the loopback address only, started and stopped together.
 
-    Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  workers
-                           a second time, or after a kill: starts only what is not running
-    Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
-
-    supervise(stack)       ->  starts again what ends: in the process of `grpo ui`, for `grpo up` in another one, which is
-                               python -m grpo_tasks.operating.servers FOLDER; ends with SIGTERM, or with the stack
+`Stack.start` starts the Prefect server, the MLflow server, pool, queues, deployments and workers, or what of them is not running;
+`stop` ends exactly the processes that it started (pid and start time). `supervise` starts again what ends: in the process of
+`grpo ui`, for `grpo up` in another one, `python -m grpo_tasks.operating.servers FOLDER`.
 
 FOLDER/.grpo/stack.json records what was started; the logs are next to it. Nobody watches the supervisor itself: `grpo up` starts
 it again with everything else that has ended. Both servers use SQLite, or one PostgreSQL server.

@@ -115,10 +115,7 @@ class UpdateCompletions:
 
 
 def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
-    """By default those of the stage that was trained last, finished or not, and of the last update that was kept.
-
-    Raises UserError where there is no such stage or update, or the table is damaged.
-    """
+    """By default those of the last stage and of its last update that was kept; `UserError` if there are none, or damaged ones."""
     newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
     by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}
     if not by_stage:

@@ -343,10 +343,7 @@ def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM
 
 
 def count_pass(policy: CausalLM, groups: Groups, *, temperature: float = 1.0) -> PassCounts:
-    """Run a pass over the groups on the meta device, with the kernels of CUDA.
-
-    RuntimeError where the code waits for a number, which a GPU would have to be asked for.
-    """
+    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device."""
     lengths = [length for group in groups.completions for length in group]
     # Different from the first token on: completions that begin alike would have less to compute.
     completions = [[index] * length for index, length in enumerate(lengths)]

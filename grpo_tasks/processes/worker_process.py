@@ -1,7 +1,5 @@
 """A process that runs a user's functions, seen from the parent: start it, exchange requests and replies with a limit, end it.
 
-    WorkerProcess.exchange  --JSON-->  MODULE (started by worker_supervisor.py, output to the log)  --JSON-->  Reply | WorkerFault
-
 Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. The
 caller says what a reply looks like, and what a fault means.
 

@@ -66,10 +66,7 @@ def reward_columns(
 def solved_by_stage(
     samples: pl.DataFrame, rows: Sequence[PromptRow], config: RunConfig, *, per_prompt: int, log: Path | None = None
 ) -> pl.DataFrame:
-    """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
-
-    Arguments and errors are those of `reward_columns`.
-    """
+    """A column for each stage: 1 for a sample that its rewards count as solved, else 0; null where no function applies."""
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     scoring = Scoring(rewards=config.rewards, weighted=[], reported=names, tasks=config.task_rewards())
     table = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt, log=log)

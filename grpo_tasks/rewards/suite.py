@@ -1,7 +1,5 @@
 """All reward functions of a stage: call each one, apply its on_error to a fault, and form the weighted sum.
 
-    ScoreBatch -> each function in the worker -> raw [N, F] -> times weights [F] -> totals [N]
-
 `total_scores` defines the reward of a completion for training, held-out evaluation and the lab; it is TRL's definition (1.16:
 `nansum` of the weighted scores). The mean reward is the mean over the completions that have a total. A conversation that a fault
 of its environment ended is scored by no function: a policy may learn to cause such faults, so `charge_faults` gives them the

@@ -114,10 +114,7 @@ def show_artifact(
 
 
 def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
-    """Send an event about a resource to Prefect, where it can trigger an automation; outside of a flow nothing happens.
-
-    Prefect ignores an event whose `event_id` it knows.
-    """
+    """Send an event about a resource to Prefect, which ignores a known `event_id`; outside of a flow nothing happens."""
     run = flow_run_id()
     if run is None:
         return

@@ -1,9 +1,5 @@
 """A run of the pipeline as an MLflow run: found by its key, filled from step results, ended with the pipeline's status.
 
-    with open_run(config, key=...) as run:        parent run, tag grpo.key
-        run.record(result)                        once per step and content key; repeated after a kill
-        run.follow(stage_dir).ship()              child run per stage, tags grpo.stage and grpo.stage_key
-
 A killed run that is started again resumes the same MLflow run. A finished run with nothing new to record is not changed. What
 this module does not do: run steps, or know who orchestrates them.
 """
