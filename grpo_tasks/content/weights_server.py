@@ -53,11 +53,6 @@ def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
         )
     import uvicorn
 
-    uvicorn.run(weights_app(folder, key), host=host, port=port, log_level="warning")
-
-
-def weights_app(folder: Path, key: str | None) -> App:
-    """The application of `serve_weights`."""
     store = _Store(folder)
     routes = [
         Route("/weights", _checked(store.names), methods=["GET"]),
@@ -67,7 +62,8 @@ def weights_app(folder: Path, key: str | None) -> App:
     ]
     app = Starlette(routes=routes)
     # No web page knows the key. Without one, pages of other sites are refused by what the browser says about them.
-    return SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
+    guarded: App = SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
+    uvicorn.run(guarded, host=host, port=port, log_level="warning")
 
 
 class _Store:

@@ -49,16 +49,6 @@ def _name_hosts_to_mlflow() -> None:
         os.environ.setdefault("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", ",".join(f"http*://{host}" for host in hosts))
 
 
-def prefect_app() -> SameOrigin:
-    """Prefect's API, pages and services, behind both checks."""
-    from prefect.settings import get_current_settings
-
-    secret = get_current_settings().server.api.auth_string
-    password = secret.get_secret_value() if secret else None
-    app = import_module("prefect.server.api.server").create_app(final=True)
-    return SameOrigin(FormCheck(app, password))
-
-
 class FormCheck:
     """ASGI middleware, whose answer quotes the user's files: with a password (`user:password`), only to a request that has it."""
 
@@ -145,8 +135,10 @@ def main() -> None:
     from prefect.settings import get_current_settings
 
     server = get_current_settings().server
+    secret = server.api.auth_string
+    app = import_module("prefect.server.api.server").create_app(final=True)
     uvicorn.run(
-        prefect_app(),
+        SameOrigin(FormCheck(app, secret.get_secret_value() if secret else None)),
         host=at.host,
         port=at.port,
         timeout_keep_alive=server.api.keepalive_timeout,
