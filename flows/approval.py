@@ -1,9 +1,7 @@
 """A person decides about the champion (promotion.approval: manual), in the form with which Prefect resumes a suspended run.
 
-    the tests pass  ->  suspend: the process ends, nothing is held  ->  Resume in the UI, with the form
-                    ->  a worker starts the run again: only the alias moves, whatever has become of data and code
-
-A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
+The process ends while the run is suspended. A worker starts it again: only the alias moves, whatever has become of data and code.
+A run without a deployment cannot be started again; it ends with the version registered, and `grpo promote` decides.
 """
 
 import hashlib
@@ -166,9 +164,9 @@ def decide(asked: SuspendedRun, made: Made | None, publish: Callable[[FlowRun, S
 
 
 def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: str, comparison: str) -> bool:
-    """Suspend the run for `promotion.approval_hours` at most, until a person has decided, and record the decision.
+    """Suspend the run until a person has decided, and record the decision. False: this run cannot ask anybody.
 
-    Lists of runs show the `headline` meanwhile, and the form the `comparison` (Markdown). False: this run cannot ask anybody.
+    Lists of runs show the `headline` meanwhile, and the form the `comparison` (Markdown).
     """
     config, name = asked.config, f"{publication.model_name}/{publication.model_version}"
     if deployment.id is None or flow_run.parent_flow_run_id is not None:

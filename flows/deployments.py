@@ -1,8 +1,7 @@
 """Everything that can be started from the Prefect UI: each deployment with its queue, defaults, schedules and triggers.
 
-`grpo deployments` writes deploy/prefect.yaml from this file. `grpo up` applies it, and keeps what users changed on the server
+`grpo up` applies deploy/prefect.yaml, which is written from this file, and keeps what users changed on the server
 (operating/deployments.py). That concerns the parameters in this file, so a deployment without a form of its own names all.
-`grpo serve` serves the deployments from one process, without a work pool.
 """
 
 import os
@@ -139,7 +138,7 @@ def _single_steps() -> list[Deployment]:
         Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
         Deployment(
             "publish",
-            "flows.publish.publish_flow",
+            "flows.single.publish_flow",
             "Merge an adapter, compare it with base and champion, register it, decide.",
             demo,
         ),
@@ -190,11 +189,7 @@ def write_prefect_yaml(path: Path | None = None) -> Path:
 
 
 def serve_all() -> None:
-    """Create the deployments on the server at PREFECT_API_URL and execute the runs that are started there, until Ctrl-C.
-
-    Raises:
-        UserError: no server is configured, so nobody could start a run.
-    """
+    """Create the deployments on the server at PREFECT_API_URL (`UserError` without one) and execute their runs, until Ctrl-C."""
     import prefect
     from prefect.events import DeploymentEventTrigger
     from prefect.flows import EntrypointType  # type: ignore[attr-defined]

@@ -55,10 +55,9 @@ class _Watch:
 
 @contextmanager
 def watched(flow_run_id: str) -> Iterator[None]:
-    """Stop the block when others have ended the run. A worker itself stops a run of its own that is being cancelled.
+    """Raise `EndedByOthers` in the block when others have ended the run, whose state Prefect's engine then leaves alone.
 
-    Raises:
-        EndedByOthers: they have. Prefect's engine leaves the state alone.
+    A worker itself stops a run of its own that is being cancelled.
     """
     # Only the main thread can be interrupted; elsewhere the question before publishing has to do.
     if threading.current_thread() is not threading.main_thread():
@@ -182,9 +181,7 @@ class ProcessRecord:
 
 @contextmanager
 def recorded_process(folder: Path, flow_run_id: str) -> Iterator[None]:
-    """Record this process in `folder` while the block runs. Before that, runs of recorded processes that were killed become
-    Crashed.
-    """
+    """Record this process in `folder` while the block runs; runs of recorded processes that were killed become Crashed before."""
     record = folder / f"{flow_run_id}.json"
     for other in folder.glob("*.json"):
         # A run that is retried keeps its id: its own record is that of the attempt before.

@@ -177,14 +177,8 @@ def open_flow_run(
     """Check the config against this machine, freeze its inputs, then open the MLflow run of the config, the inputs and the code.
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
-
-    Args:
-        config: the configuration.
-        flow: each flow has MLflow runs of its own.
-        fresh: run every step again.
-        variant: the place of the run in a sweep.
-        key: content key of a run that waits only for a decision. Its inputs were checked before, and may have changed since.
-        copies: the user's own modules, where they were copied before.
+    `key` is that of a run that waits only for a decision: its inputs were checked before, and may have changed since. `copies`
+    holds the user's own modules, where they were copied before.
     """
     check_working_directory()
     check_installed(config)

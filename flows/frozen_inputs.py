@@ -57,11 +57,7 @@ class Inputs:
 
 
 def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
-    """Copy and hash what a config names. `folder`: copies that an earlier part of the run has made.
-
-    Raises:
-        ConfigError: the files change all the time.
-    """
+    """Copy and hash what a config names; `ConfigError` where that changes all the time. `folder` holds copies made before."""
     parent = config.resources.output_dir / config.name / FOLDER
     if folder is None or copies_in([folder]) is None:
         folder = _copied(config, parent)

@@ -131,10 +131,9 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The config with the downloaded folder of the registered model that `model.path` names, if it names one, and a fixed date.
+    """The config with the folder of the registered model that `model.path` names, if it names one, and a fixed date.
 
-    Raises:
-        ConfigError: the model was published in a precision that model.dtype would round.
+    `ConfigError` where the model was published in a precision that model.dtype would round.
     """
     # Here too, because a download is the first thing that a flow may write.
     check_working_directory()
@@ -161,10 +160,9 @@ def with_local_model(config: RunConfig) -> RunConfig:
 
 
 def with_fixed_date(config: RunConfig) -> RunConfig:
-    """The config with the day that the model's chat template writes: that of the first run in the folder of its results.
+    """The config with the day that the model's chat template writes, if it does: that of the first run in the same folder.
 
-    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts. Unchanged where the template
-    writes no day, or the config names one.
+    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts.
     """
     given, model = config.rollout.chat_template_kwargs, config.model
     if TEMPLATE_DATE in given or not asks_for_date(resolve(model.path), model.revision):
@@ -189,10 +187,7 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
 
 
 def with_pinned_model(config: RunConfig) -> RunConfig:
-    """The config with `model.path` set to the version that an alias or a bare name stands for now, if it is a registered model.
-
-    An alias moves. What is hashed, compared or trained later must be the version that was found first.
-    """
+    """The config with the version that `model.path` stands for now, if it names a registered model: an alias moves."""
     name = config.model.path
     if not _is_registered(name, config.tracking):
         return config

@@ -31,10 +31,7 @@ EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 
 
 def check_working_directory() -> None:
-    """Refuse a working directory that Prefect deletes after the run, or whose name is an unresolved variable.
-
-    A worker without a folder of its own gives each run a temporary one, and every result of a completed run would be gone.
-    """
+    """Refuse a working directory whose name is an unresolved variable, or that Prefect deletes after the run with its results."""
     folder, temporary = Path.cwd().resolve(), Path(tempfile.gettempdir()).resolve()
     unresolved = next((part for part in folder.parts if "{{" in part), None)
     below = folder.relative_to(temporary).parts if folder.is_relative_to(temporary) else ()
@@ -120,11 +117,8 @@ def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
     """Compare the names of `target_modules` and the longest completion with the model, in a child process without its weights.
 
     A child is started only where there is something to compare: named layers, or more tokens than config.json allows; with `hub`
-    also where config.json must be downloaded. Returns what is worth saying, in sentences.
-
-    Raises:
-        ConfigError: a name matches no layer, or the model has too few positions.
-        ModelError: the model does not end being built, or takes too much memory.
+    also where config.json must be downloaded. Returns what is worth saying, in sentences. `ConfigError` where a name matches no
+    layer or the model has too few positions, `ModelError` where it does not end being built or takes too much memory.
     """
     model, file = config.model, Path(resolve(config.model.path)) / "config.json"
     longest = config.interaction.longest_prompt(config.validation.max_prompt_length) + config.interaction.longest(config.rollout)

@@ -62,10 +62,7 @@ def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, sta
 def trained_stage(
     run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport, difficulty: DifficultyReport | None
 ) -> StageResult:
-    """Train one stage from the model `start`, on the prompts that its `keep_pass_rate` leaves.
-
-    `difficulty` is what `measured_difficulty` returned; a stage with `measure_difficulty` measures its own.
-    """
+    """Train one stage from `start`, on the prompts that its `keep_pass_rate` leaves; `difficulty`: see `measured_difficulty`."""
     if stage.measure_difficulty:
         difficulty = _difficulty(run, stage.name, start, data, [stage])
     return train_stage(run, run.config, stage, start, data, None if stage.kind == "sft" else difficulty)

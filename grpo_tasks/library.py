@@ -79,8 +79,7 @@ def base_model(config: RunConfig) -> ModelRef:
 def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     """Read and validate the data of a config. `directory` gets train.parquet, eval.parquet, quarantine.parquet and report.md.
 
-    Raises:
-        DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
+    `DataError` where a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
     return make(validate_data, directory, config, make(prepare_data, directory, config))
 
@@ -96,9 +95,8 @@ def measure_difficulty(
         directory: gets pass_rates.parquet, report.md, and samples.parquet with every completion.
         start: the model to sample from; by default the base model.
 
-    Raises:
-        ConfigError: the config asks for no samples and names no column.
-        DataError: a value of the column is no number between 0 and 1.
+    `ConfigError` where the config asks for no samples and names no column, `DataError` where a value of it is none between 0 and
+    1.
     """
     if config.difficulty.pass_rate_column is None and config.difficulty.samples == 0:
         raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="difficulty.samples: 8")
@@ -172,8 +170,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
 
-    Raises:
-        MergeError: the merged or the saved model differs from base + adapter.
+    `MergeError` where the merged or the saved model differs from base + adapter.
     """
     return make(merge_adapter, directory, config, model, data)
 
@@ -219,12 +216,8 @@ def generate(
         num_samples: completions per question.
         temperature: 0 always takes the most likely token.
 
-    Returns:
-        For each question its completions; of a conversation the last turn. A warning names each conversation that a fault of its
-        environment ended.
-
-    Raises:
-        UserError: the model, a tool or the environment cannot be loaded.
+    Returns for each question its completions; of a conversation the last turn. A warning names each conversation that a fault of
+    its environment ended. `UserError` where the model, a tool or the environment cannot be loaded.
     """
     drawn = completions_of(config, model, questions, num_samples=num_samples, temperature=temperature)
     for question, completions in zip(questions, drawn, strict=True):
@@ -274,8 +267,7 @@ def _folder(directory: str | Path) -> Path:
 def add_rewards(section: RewardsConfig, rewards: Mapping[str, Reward], directory: Path) -> RewardsConfig:
     """The rewards section of a config with further functions; the source of those without a module goes into `directory`.
 
-    Raises:
-        ConfigError: a reward uses something that only exists in this process.
+    `ConfigError` where a reward uses something that only exists in this process.
     """
     notebook = _Notebook()
     paths: dict[str, str] = {}

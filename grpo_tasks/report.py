@@ -1,8 +1,5 @@
 """The report of one run, and the comparison of two: self-contained HTML pages, and a Markdown summary of the report.
 
-    results and folders of the steps   -> write_html, markdown
-    PastRun, PastRun -> compare_runs   -> write_comparison
-
 Images are embedded, there are no scripts, and the browser fetches nothing. Text from a model, a data file or a user is untrusted:
 jinja2 escapes every value, and secrets are hidden. What this module does not do: upload a page, or test which run is better.
 """

@@ -22,8 +22,7 @@ DEPLOY = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 def resolve(path: str) -> str:
     """The path or hub id itself; `embedded:NAME` becomes the path of the file or folder that ships with this project.
 
-    Raises:
-        ConfigError: `embedded:` with a path that leads elsewhere.
+    `ConfigError` for `embedded:` with a path that leads elsewhere.
     """
     if not path.startswith(EMBEDDED):
         return path

@@ -168,8 +168,10 @@ def secrets_in(node: Any, place: str = "") -> Iterator[str]:
                 yield f"{place}.{index}"
             else:
                 yield from secrets_in(value, f"{place}.{index}")
-    elif isinstance(node, str | os.PathLike) and _holds_secret(str(node)):
-        yield place
+    elif isinstance(node, str | os.PathLike):
+        text = str(node)
+        if hide_written(text) != text or any(value in text for value in _known() if len(value) >= _UNMISTAKABLE):
+            yield place
 
 
 def _is_secret_setting(name: str, value: Any) -> bool:
@@ -180,10 +182,6 @@ def _is_secret_setting(name: str, value: Any) -> bool:
     certain = any(word.endswith(_SAYS_CERTAINLY) or word in _KINDS_OF_KEY for word in words)
     # A key may also be a content key: the hash of what a step was made from.
     return certain or (_LOOKS_RANDOM.fullmatch(value) is not None and _HASH.fullmatch(value) is None)
-
-
-def _holds_secret(text: str) -> bool:
-    return hide_written(text) != text or any(value in text for value in _known() if len(value) >= _UNMISTAKABLE)
 
 
 def _user_of(found: re.Match[str], *, doubt: bool = False) -> tuple[str, str, str] | None:

@@ -215,10 +215,8 @@ class Command:
 def report_errors(*, reads: bool = False) -> Iterator[Command]:
     """Show a `UserError` as a panel on stderr and exit with its code; let every other exception through with its traceback.
 
-    Ctrl-C exits with code 130 and says from where the same command continues. SIGTERM and SIGHUP say the same.
-
-    Args:
-        reads: the command records nothing, so no title may say that it could not.
+    Ctrl-C exits with code 130 and says from where the same command continues. SIGTERM and SIGHUP say the same. A command that
+    only `reads` records nothing, so no title may say that it could not.
     """
     command = Command()
     try:

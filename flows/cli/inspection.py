@@ -228,11 +228,7 @@ def presets(
 
 
 def show_fields(word: str | None = None) -> None:
-    """Print every field of the config, or those whose name or meaning contains `word`.
-
-    Raises:
-        ConfigError: no field does.
-    """
+    """Print every field of the config, or those whose name or meaning contains `word`; `ConfigError` where none does."""
     shown = [
         (name, field)
         for name, field in config_fields(RunConfig)

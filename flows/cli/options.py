@@ -65,11 +65,7 @@ SIZE_UNITS = {"gb": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20}
 
 
 def parse_size(text: str) -> float:
-    """Bytes of a size such as 24GB or 80GiB.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Bytes of a size such as 24GB or 80GiB; `ConfigError` where it is none."""
     found = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,3})?)\s*([a-zA-Z]{2,3})\s*", text)
     if found is None or found[2].lower() not in SIZE_UNITS or not float(found[1]):
         raise ConfigError(f"{text[:40]!r} is not a size of memory", place="--memory", fix="a number with a unit, such as 24GB")

@@ -1,8 +1,7 @@
 """One run of a sweep, and what it is made of: hashed and copied when the sweep starts, compared when the run begins.
 
 It is the pipeline up to the evaluation of the merged model, with the same steps and the same folders, so a step that another run
-has finished is skipped. Nothing is published: a sweep evaluates the held-out prompts many times, and the best of many runs is
-partly luck. `grpo run` with the settings of the best one publishes it, and its tests decide.
+has finished is skipped. Nothing is published, because the best of many runs is partly luck: `grpo run` with its settings does.
 """
 
 import hashlib
@@ -56,11 +55,7 @@ def plans_of(grid: Grid) -> dict[int, Plan]:
 
 
 def require_planned(spec: VariantSpec) -> None:
-    """Compare the files of a run, when it begins, with those that its sweep has hashed.
-
-    Raises:
-        DamagedError: data or the base model have changed.
-    """
+    """Compare the files of a run, when it begins, with those that its sweep has hashed; `DamagedError` where they differ."""
     own = spec.config.model_dump(mode="json", include={"stages", "seed"})
     if _key(inputs_key(frozen_inputs(spec.config, folder=spec.copies)), [own["stages"], own["seed"]]) != spec.key:
         raise DamagedError(

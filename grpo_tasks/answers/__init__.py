@@ -1,8 +1,6 @@
 """What counts as an answer and when it is right. Training, the lab, validation and evaluation all ask this room.
 
     completion --extract.py, a format--> answer --equality.py--> equal to the ground truth?
-                  |-- objects.py, patterns.py              |-- numerals.py     one number, exactly
-                                                           |-- expressions.py  mathematics, with bounds on what is parsed
     answer column --ground_truths.py--> ground truths that no answer can equal
 
 No reward, no weight, no torch. Nothing in a text is ever evaluated as code.

@@ -1,12 +1,9 @@
 r"""Mathematical equality through math-verify and sympy. Only text that passes a whitelist is parsed.
 
 math-verify looks for the last expression anywhere in a text and hands it to sympy, which computes whatever is written: 9**9**9
-would run for ever. So the whole answer must be one expression within these bounds:
-
-    at most 200 characters, brackets at most six deep
-    known commands only (no sums, integrals, factorials or limits)
-    no listing (`42 43` would be read as a mixed number) and no chain of equations
-    at most four digits in all exponents together, and no power of a power
+would run for ever. So the whole answer must be one expression of at most 200 characters and known commands (no sums, integrals,
+factorials or limits), with brackets at most six deep, four digits in all exponents together and no power of a power; no listing
+(`42 43` would be read as a mixed number) and no chain of equations.
 
 A unit in \text{} or a percent sign at the end is dropped, and so are spaces between digits (10\,000). Words that change the value
 or leave it open are no unit (`3\text{ or so}`, `3\text{ million}`). `x \approx 11` states the result 11. Variables in another

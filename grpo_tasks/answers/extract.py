@@ -1,13 +1,6 @@
 """The formats of completions: which text is the answer. Rewards, evaluation and the lab share this one definition.
 
-    completion.format   what is read                                          where
-    tags                <answer>...</answer>, after <reasoning>...</reasoning>  `read_tags`
-    json                the value of a key of a JSON object                     objects.py
-    regex               a group of the last match of a pattern                  patterns.py
-    boxed               the last \\boxed{...}                                    `read_boxed`
-    none                free text: no answer                                    `read_free_text`
-
-A new format is its name and its settings in schemas/config/completion.py, and a `Format` here.
+A new format is its name and its settings in schemas/config/completion.py, and a `Format` in `FORMATS` here.
 
 An empty answer never earns anything. Blank text (only whitespace, control, format and filler characters) is never extracted and
 equals nothing, and every built-in reward gives its lowest score when `Extraction.worthless` is set.

@@ -1,7 +1,5 @@
 """Ground truths that the configured equality cannot compare with anything, so that no answer to them is ever right.
 
-    answer column --answers_equal(truth, truth)--> UnusableTruths(count, of, first) --> warning, or refusal when all are unusable
-
 A ground truth that does not equal itself equals nothing: text under `numeric`, a word under `choice`. `math` still compares text
 letter by letter, so it only causes a warning.
 """

@@ -1,11 +1,8 @@
 """Attention over one packed row of prompts and completions, without padding around it, without a cache and without a mask.
 
-Three ways, by device and precision, of which tests compare each with single unpadded rows:
-
-    CPU              the flash kernels of torch, called with a merged log-sum-exp (`CpuAttention`)
-    CUDA             one call of a varlen kernel, keys gathered as [prompt | own] for each completion (varlen.py), where torch
-                     has one: in float32, and in 16 bits before compute capability 8.0, a window takes the way below
-    everything else  scaled dot-product attention with a mask over [prompt | own] (`masked_attention`)
+CPU              the flash kernels of torch, called with a merged log-sum-exp (`CpuAttention`)
+CUDA             one call of a kernel for sequences of different lengths (varlen.py), where torch has one
+everything else  scaled dot-product attention with a mask over [prompt | own] (`masked_attention`)
 """
 
 from dataclasses import dataclass

@@ -5,14 +5,10 @@
 A cache repeated for every completion is read and copied G times. Registered with transformers; without the argument
 `shared_prompt` it is ordinary scaled dot-product attention. Soft caps and attention sinks raise `UnsupportedError`.
 
-With gradients, prompts and completions are one row without padding (`PackedRow`):
-
-    row        [ prompt 1 | prompt 2 | ... | completion 1 | completion 2 | ... ]
-
-A prompt attends to itself, causally. A completion attends to its prompt and, causally, to itself. The common start of several
-completions is a part of their prompt here (policy/batch.py). In this room L counts the tokens of the row, H the query heads, K
-the key heads, and D the width of a head. There are P prompts, and N completions with an own part. The longest prompt has S
-tokens, the longest own part T.
+With gradients, all prompts and then all completions are one row without padding (`PackedRow`). A prompt attends to itself,
+causally. A completion attends to its prompt and, causally, to itself. The common start of several completions is a part of their
+prompt here (policy/batch.py). In this room L counts the tokens of the row, H the query heads, K the key heads, and D the width of
+a head. There are P prompts, and N completions with an own part. The longest prompt has S tokens, the longest own part T.
 """
 
 from collections.abc import Sequence

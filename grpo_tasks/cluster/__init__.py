@@ -5,8 +5,6 @@
       parcel.py               inputs, what a stage has made  --by content-->          parcel.py
       jobs.py                 processes are started and watched                       `python -m MODULE FOLDER`
       mirror.py               the folder of the step         <--as it is made--       mirror.py
-      stage.py, sampling.py   what is done again when something dies
-      servers.py              rollout servers
 
 It joins a running cluster and never starts one (connect.py). The meaning of every file is that on one machine.
 """

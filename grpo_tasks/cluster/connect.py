@@ -51,7 +51,7 @@ def cluster_address(address: str) -> str:
 def connected(address: str) -> Iterator[None]:
     """Be a driver of the cluster while the block runs. Its actors and reservations end with this process at the latest.
 
-    Raises ConfigError where no cluster is named, ClusterError where it does not answer, or this machine is not a member.
+    `ConfigError` where no cluster is named, `ClusterError` where it does not answer, or this machine is not a member.
     """
     found = cluster_address(address)
     # Ray would change CUDA_VISIBLE_DEVICES of processes without a GPU, and says in a warning that it will stop doing so.

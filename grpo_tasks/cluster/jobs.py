@@ -1,7 +1,5 @@
 """A job on nodes: on each an actor with a private folder and the processes of the job as its children, watched by the driver.
 
-    job_nodes (actors started, versions compared, files sent) -> RunningJob.poll until all processes have ended, or NodeLost
-
 The processes end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and a
 node that has lost the head of its cluster ends all of its actors. Ray's own restarts are not used: who has work for the nodes
 decides what is done again, and from where.
@@ -243,9 +241,7 @@ def job_nodes(group: PlacementGroup, share: Share, files: Sequence[ParcelFile]) 
 
 
 class RunningJob:
-    """What each of some nodes runs, which can go on only together. The inbox gets what they write; errors name the folder `here`
-    instead of the private one of a node.
-    """
+    """What some nodes run, which can go on only together. The inbox gets what they write; errors name the folder `here`."""
 
     def __init__(self, members: Sequence[Member], jobs: Sequence[Job], inbox: Inbox, here: str) -> None:
         self.members, self._inbox, self._here = members, inbox, here
@@ -256,7 +252,7 @@ class RunningJob:
     def poll(self) -> bool:
         """Ask every node once and store what is new; True when all processes have ended and everything is here.
 
-        Raises NodeLost where a node or a process died, and the UserError that a process left.
+        `NodeLost` where a node or a process died, and the `UserError` that a process left.
         """
         reports = self._reports()
         if any(code for report in reports for code in report.codes):

@@ -1,10 +1,7 @@
-"""A folder on a node, mirrored on the driver while processes write in it.
+"""A folder on a node, mirrored on the driver while processes write in it: the Outbox there, the Inbox here.
 
-    node     Outbox.collect() -> Delta: new bytes of the files of lines, and the files and folders that are new
-             Outbox.read(...) -> bytes of one of them, in chunks;  Outbox.release(name) when the driver has it
-    driver   Inbox.apply(delta, ...): lines are appended, a file or folder gets its name when it is complete
-
-The trainer deletes old checkpoints, so what is new is held by hard links until the driver has fetched it.
+Lines are appended as they come; a file or folder gets its name when it is complete. The trainer deletes old checkpoints, so what
+is new is held by hard links until the driver has fetched it.
 """
 
 import os

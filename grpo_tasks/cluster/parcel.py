@@ -1,8 +1,5 @@
 """Files that travel to a node, by content: a file is sent only to a node that lacks it.
 
-    driver   stage_files(...), ... -> ParcelFile: its hash, and where it belongs on a node
-    node     NodeFiles.missing(files) -> what to send; NodeFiles.receive(file, chunk); NodeFiles.lay_out(files)
-
 Inputs (data, base model, start adapter, the user's modules) stay in the cache of the node, under their hash. A base model is also
 found where it is on the driver, if the content is equal. What a stage has made so far (journal, events, checkpoints, best
 weights) goes into the private folder only. A hub model and an embedded one are named, not sent.

@@ -1,8 +1,7 @@
 """Reserves what a stage needs: all of it or nothing, and says what it waits for.
 
-nodes alone           one Ray placement group, which holds nothing while it waits
-nodes and servers     two of them, because the servers stay while nodes are replaced. Nothing is requested before both have room.
-                      If another run is faster, both are released, so no two runs wait for what the other one holds
+Nodes alone are one Ray placement group, which holds nothing while it waits. With servers there are two, because the servers stay
+while nodes are replaced: nothing is requested before both have room, and if another run is faster both are released.
 """
 
 import random
@@ -137,11 +136,9 @@ class Reservation:
         """Wait for the nodes or processes, and for the servers unless they are reserved already; the group of the former.
 
         After `wait_s` seconds fewer will do, down to one: with `fewer`, because something has died, even if the cluster is only
-        busy; for processes of an evaluation when the cluster as a whole cannot hold them for so long.
-
-        Raises:
-            ReservationConflict: the servers are reserved, and not even one node was to be had within `wait_s`.
-            ClusterError: the cluster as a whole has been too small for JOIN_S or `wait_s`, whichever is longer.
+        busy; for processes of an evaluation when the cluster as a whole cannot hold them for so long. `ReservationConflict` where
+        the servers are reserved and not even one node was to be had, `ClusterError` where the cluster as a whole has been too
+        small for JOIN_S or `wait_s`, whichever is longer.
         """
         self._release_nodes()
         demand, began = self.demand, time.monotonic()

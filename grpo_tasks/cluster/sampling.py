@@ -1,10 +1,8 @@
 """`python -m grpo_tasks.cluster.sampling DIRECTORY`: what `python -m grpo_tasks.rollout DIRECTORY` does, on a cluster.
 
-    spec.json -> shards of prompts --one at a time--> workers: `python -m grpo_tasks.rollout` -> parts -> samples.parquet
-
-Every completion has a seed of its own, so who samples a shard does not matter. The workers know nothing of each other, unlike the
-ranks of a stage: each is placed wherever there is room, and there are fewer of them where the cluster cannot hold all. When one
-dies, the others take its shard. Workers are reserved again only when none is left.
+Every completion has a seed of its own, so who samples a shard of prompts does not matter. The workers know nothing of each other,
+unlike the ranks of a stage: each is placed wherever there is room, and there are fewer of them where the cluster cannot hold all.
+When one dies, the others take its shard. Workers are reserved again only when none is left.
 """
 
 import time
@@ -101,7 +99,7 @@ class SamplingSupervisor:
     def sample(self) -> pl.DataFrame:
         """The table of all completions, in the order of one process.
 
-        Raises the UserError that a process left, or ClusterError where more workers died than `max_restarts` allows.
+        The `UserError` that a process left, or `ClusterError` where more workers died than `max_restarts` allows.
         """
         while self.waiting:
             # No more processes than there are shards left.

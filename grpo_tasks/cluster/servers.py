@@ -1,7 +1,5 @@
 """The rollout servers of a stage, each an actor on a node of the cluster. They stay while ranks die and start again.
 
-send the base model -> start all -> check: replace those that are lost, and announce these
-
 A server that is lost is started again at once, on its node or on another one. The next attempts wait longer and longer, and after
 `rollout.vllm.max_restarts` failures in a row it is left out.
 """
@@ -50,9 +48,7 @@ class ServerAddress:
 
 
 class ServerNode(Node):
-    """The actor of one server: vLLM in its own environment, and a receiver of weights next to it. Both listen on the address of
-    the node and nowhere else, and requests carry `key`.
-    """
+    """The actor of one server: vLLM, and a receiver of weights next to it, at the node's address only. Requests carry `key`."""
 
     def __init__(self, key: str, address: str | None = None) -> None:
         super().__init__(address)
@@ -121,7 +117,7 @@ class ClusterServers:
     def __enter__(self) -> Self:
         """Start all servers at once and wait for them; one whose node is lost meanwhile joins later.
 
-        Raises UserError where one does not come up, or all of their nodes are lost.
+        `UserError` where one does not come up, or all of their nodes are lost.
         """
         try:
             for number in range(self._count):

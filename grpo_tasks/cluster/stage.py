@@ -1,10 +1,7 @@
 """`python -m grpo_tasks.cluster.stage STAGE_DIR`: trains a stage on the nodes of a Ray cluster, or resumes it.
 
-    reserve nodes and room for rollout servers, all of it or nothing -> start the servers
-    attempt: compare versions -> send the stage -> start the ranks -> collect until all ranks ended
-    a node, an actor or a rank dies: end the attempt, report it as an event of the stage, reserve nodes again, attempt again
-
-The ranks of a stage can only go on together, from a checkpoint that all of them read.
+When a node, an actor or a rank dies, the attempt ends with an event of the stage, nodes are reserved again, and the next attempt
+begins: the ranks of a stage can only go on together, from a checkpoint that all of them read.
 """
 
 import json
@@ -110,10 +107,9 @@ def rank_environments(address: str, port: int, node: int, local: int, ranks: int
 
 
 def store(directory: StageDir, spec: StageSpec, node_base: str, name: str, path: Path) -> None:
-    """Make what has arrived from a node that of a stage on this machine. It is at `path` until then.
+    """Make what has arrived from a node, at `path`, that of a stage on this machine; `Refused` for an incomplete checkpoint.
 
-    peft writes `node_base`, the path of the base model on the node, into adapter_config.json. Raises Refused for a checkpoint
-    that lacks something of its manifest.
+    peft writes `node_base`, the path of the base model on the node, into adapter_config.json.
     """
     if name.startswith(CHECKPOINTS) and not is_intact(path):
         raise Refused
@@ -144,9 +140,8 @@ class StageSupervisor:
     def train(self) -> None:
         """Attempt until the stage is finished. Nodes and servers are reserved together; servers stay while nodes are replaced.
 
-        Raises:
-            UserError: one that a rank left, nodes that differ, or a cluster that is too small.
-            TrainingError: more nodes or processes died than `max_restarts` allows.
+        `TrainingError` where more died than `max_restarts` allows; another `UserError` where a rank left it, nodes differ, or the
+        cluster is too small.
         """
         demand = Demand.of_stage(self.spec.resources, self.spec.rollout)
         while not self.dir.result.exists():

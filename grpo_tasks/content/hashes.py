@@ -1,6 +1,4 @@
-"""SHA-256 of files and folders, and the manifest of a step's folder.
-
-    folder --take_manifest--> (OutputFile, ...) --find_changes--> [Change("final/adapter_model.safetensors", "changed")]
+"""SHA-256 of files and folders, and the manifest of a step's folder: what has changed since it was taken.
 
 What is published, proved or compared with a recorded hash is read. With `remembered=True` a large file is read only if its path,
 size, mtime, ctime and inode are not known from an earlier time: for what a run refers to, such as the base model in every key.
@@ -31,11 +29,7 @@ _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, stamp TEXT N
 
 
 def file_sha256(path: Path, *, remembered: bool = False) -> str:
-    """SHA-256 (hex) of a file's bytes, or with `remembered` those that it had when its timestamps last changed.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """SHA-256 (hex) of a file's bytes, or with `remembered` those that it had when its timestamps last changed; `OSError`."""
     path = path.resolve()
     stamp = _stamp(path) if remembered else None
     if stamp is None:

@@ -1,8 +1,5 @@
 """The files of a strange model are read in a process with limits of time and memory, before and while this process uses them.
 
-    check_model_files(path)         tokenizer, chat template and headers of the weights, once, before this process loads them
-    with limited_templates(path):   inside, content/tokenizer.py renders chats in that process
-
 A chat template is a program, and a tokenizer holds patterns: neither has to end. The process is one of grpo_tasks/processes, like
 those of rewards and tools. What ships with this project is not strange.
 """
@@ -49,7 +46,7 @@ class LimitedModel:
     def check(self, path: str, revision: str | None) -> None:
         """Load and try tokenizer and chat template, and read the headers of the weights.
 
-        Raises ModelError where one of them does not end, takes too much memory, or a header is damaged.
+        ModelError where one of them does not end, takes too much memory, or a header is damaged.
         """
         made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
         if made.file:

@@ -25,10 +25,7 @@ _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 
 @cache
 def hub_commit(repository: str, revision: str | None) -> str:
-    """The commit behind a revision of a hub model; empty when neither hub nor cache knows it (loading the model explains why).
-
-    Raises DamagedError where a cached file of the model differs from what was downloaded.
-    """
+    """The commit behind a revision of a hub model, empty when neither hub nor cache knows it; `DamagedError` in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,9 +1,5 @@
 """A user's own modules: one hash over a module and all that it imports, an object by its name, and copies to import from.
 
-    my_rewards.py --import helper--> helper.py --from . import tables--> ...      own_modules; installed packages are left out
-    keep_modules(modules, parent, searched=...)  ->  parent/DIGEST/               copies, and .copies.json
-    import_from(folders)                                                          imports take the copies from now on
-
 Imports are read from the source; nothing is executed, and imports by a computed name are not found. The processes of a run import
 from copies, whatever becomes of the files meanwhile. A copy is executed under the name of the file that it was made of: a
 traceback names the user's line, and `__file__` leads to the files next to it. A module without a copy is searched as before.
@@ -203,10 +199,7 @@ class Copies:
 
 
 def keep_modules(modules: Mapping[str, Path], parent: Path, *, searched: Iterable[Path]) -> Path:
-    """Copy modules (from `own_modules`) into a folder in `parent` named by their contents; one that is there is left as it is.
-
-    `searched` is where other modules are searched, after the installed ones.
-    """
+    """Copy modules (from `own_modules`) into a folder in `parent` named by their contents; one that is there is left as it is."""
     parent = parent.resolve()
     parent.mkdir(parents=True, exist_ok=True)
     folders = [str(folder.resolve()) for folder in searched]

@@ -1,13 +1,9 @@
 """A tokenizer and its chat template: what a run's settings change about them, and what they make of texts and turns.
 
-    tokenizer as published -> added tokens of model.added_tokens -> template with the defaults of rollout.chat_template_kwargs
-                                                                 -> merged model: also with the system prompt of the training
-    prompt --prompt_ids, text_ids--> token ids: one BOS, no EOS
-    chat   --rendered--> text by the template
-    turn   --turn_end--> the special token that the template writes behind what the assistant says
-
-Whoever loads a tokenizer prepares it here, and whoever tokenises does it here, so that validation, sampling, training and the
-merged model agree. A merged model is saved with the changes, and needs no settings of ours. Imports no torch.
+`prepare` gives a published tokenizer model.added_tokens and its template the defaults of rollout.chat_template_kwargs; that of a
+merged model also gets the system prompt of the training. Whoever loads a tokenizer prepares it here, and whoever tokenises does
+it here, so that validation, sampling, training and the merged model agree. A merged model is saved with the changes, and needs no
+settings of ours. Imports no torch.
 """
 
 import json
@@ -65,10 +61,7 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken
 def starting_rows(
     tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken], new_ids: Sequence[int]
 ) -> dict[int, list[int]]:
-    """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`).
-
-    Raises ConfigError where such a text has no tokens that the model knows.
-    """
+    """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`); `ConfigError` where none."""
     rows = {}
     for token in tokens:
         number = token_id(tokenizer, token.token)
@@ -149,10 +142,7 @@ def _today(date: str) -> str:
 
 
 def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:
-    """Make the chat template begin conversations without a system message with this one, in place, instead of an earlier one.
-
-    The prompt is a string in the template, never a part of it.
-    """
+    """Make the chat template begin conversations without a system message with this string, in place of an earlier one."""
     opening = _SYSTEM_START + _SYSTEM.replace("PROMPT", _literal(prompt)) + _SYSTEM_END
     _change_templates(tokenizer, lambda template: opening + _own_line(_split_system(template)[1]))
 
@@ -273,8 +263,8 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts that a model is to continue.
 
-    A text begins with what the tokenizer writes before any text, such as BOS, once: a prompt that a chat template has rendered
-    brings its own. Nothing is written behind it: a model that has read EOS begins another text.
+    What the tokenizer writes before any text, such as BOS, stands there once: a rendered prompt brings its own. Nothing is
+    written behind the text: a model that has read EOS begins another one.
     """
     before, _ = surroundings(tokenizer)
     found = []

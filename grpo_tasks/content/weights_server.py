@@ -43,8 +43,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
     """Serve until Ctrl-C, in a folder that the vLLM server sees under the same path; requests carry `key` as a bearer token.
 
-    Raises:
-        UserError: other machines could write here without a key.
+    `UserError` where other machines could write here without a key.
     """
     if key is None and host not in LOOPBACK:
         raise UserError(
@@ -54,11 +53,6 @@ def serve_weights(folder: Path, host: str, port: int, key: str | None) -> None:
         )
     import uvicorn
 
-    uvicorn.run(weights_app(folder, key), host=host, port=port, log_level="warning")
-
-
-def weights_app(folder: Path, key: str | None) -> App:
-    """The application of `serve_weights`."""
     store = _Store(folder)
     routes = [
         Route("/weights", _checked(store.names), methods=["GET"]),
@@ -68,7 +62,8 @@ def weights_app(folder: Path, key: str | None) -> App:
     ]
     app = Starlette(routes=routes)
     # No web page knows the key. Without one, pages of other sites are refused by what the browser says about them.
-    return SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
+    guarded: App = SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
+    uvicorn.run(guarded, host=host, port=port, log_level="warning")
 
 
 class _Store:

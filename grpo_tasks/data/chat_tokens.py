@@ -95,10 +95,7 @@ class TokenCounter:
         return list(special_tokens(self.tokenizer).values())
 
     def count(self, chats: Sequence[Sequence[Message]]) -> list[int]:
-        """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat.
-
-        A plain prompt has those of its text, and what the tokenizer writes before any text.
-        """
+        """Tokens of each chat with the opening of the assistant's turn, or of a plain prompt; `ModelError` if one is refused."""
         if chats and all(len(chat) == 1 and chat[0]["role"] == PLAIN for chat in chats):
             return self._count_texts([chat[0]["content"] for chat in chats], plain=True)
         texts = self.template.render_all(chats)
@@ -107,10 +104,7 @@ class TokenCounter:
         return self._count_texts([text for text in texts if text is not None])
 
     def count_column(self, messages: pl.Series, *, limit: int | None = None) -> pl.Series:
-        """`count` of a column; null where the template refuses the chat or it is null.
-
-        Rows that are provably within `limit` tokens get an upper bound instead of the exact count.
-        """
+        """`count` of a column, null where there is no chat or it is refused; an upper bound for rows provably within `limit`."""
         first = messages.list.first().struct
         is_plain = ((messages.list.len() == 1) & (first.field("role") == PLAIN)).fill_null(value=False)
         # A data set has one form. A single message of this role among chats is a mistake that a rule reports.
@@ -202,9 +196,8 @@ class TokenCounter:
 def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
     """The token counter of a model.
 
-    Raises:
-        ModelError: the tokenizer is missing or damaged, or it is needed for chats and has no chat template, or reading the files
-            of a strange model exceeds the limits.
+    `ModelError` where the tokenizer is missing or damaged, or is needed for chats and has no chat template, or the files of a
+    strange model exceed the limits.
     """
     path = resolve(model.path)
     check_model_files(model.path, model.revision)

@@ -1,8 +1,5 @@
 """Records of a source -> chunks of rows.parquet, in order. A big JSONL file is read by several processes.
 
-    Record --read_row--> RawRow --raw_table--> Chunk(table, summary)                        read_chunks
-    Span --worker process: read_span, read_chunks--> list[Chunk] --file order--> Chunk   read_chunks_in_parallel
-
 Memory holds a few chunks, never all rows as Python objects.
 """
 
@@ -157,8 +154,7 @@ def num_workers() -> int:
 def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source: str, workers: int) -> Iterator[Chunk]:
     """What `read_chunks` makes of `jsonl.read_jsonl`, in the same order, read by `workers` processes; not for JSON arrays.
 
-    Raises:
-        DataError: the file is not UTF-8 text, or a worker was killed.
+    `DataError` where the file is not UTF-8 text, or a worker was killed.
     """
     spawn = multiprocessing.get_context("spawn")
     with _spawn_environment():

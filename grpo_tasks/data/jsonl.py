@@ -1,8 +1,5 @@
 """JSON lines (and JSON arrays) -> records. A broken line becomes a record with a fault; reading continues with the next line.
 
-    file --line_spans--> Span (whole lines, about 4 MiB) --read_span--> Record       spans can be read in parallel
-    file --read_jsonl--------------------------------------------------> Record
-
 Memory stays bounded: a line above MAX_LINE_BYTES is skipped without being kept. Only a file that cannot be text is an error.
 A file in another encoding than UTF-8 is read through a temporary copy in UTF-8, with the same lines under the same numbers.
 """
@@ -34,8 +31,7 @@ _BACKSLASH, _COLON = b"\\:"  # as integers: searching bytes for an integer takes
 def read_jsonl(path: Path, *, answer_column: str, encoding: str = "utf-8") -> Iterator[Record]:
     """Records of a JSONL file by line number, or of a JSON array (`.json`) by position.
 
-    Raises:
-        DataError: the file begins like an archive or Parquet, or is not in this encoding; a JSON array is broken.
+    `DataError` where the file begins like an archive or Parquet, or is not in this encoding, or a JSON array is broken.
     """
     with open_as_utf8(path, encoding) as file:
         refuse_other_format(path, file)

@@ -1,8 +1,5 @@
 """The verdict on all rows: which are accepted, in which split, and why the others are quarantined.
 
-    Raw --add_prompts--> --row rules--> --token length--> --copies--> --split--> --leaks-->
-        RowVerdict(accepted, dropped, quarantine)
-
 Rows are processed in slices, so that the intermediate columns of the rules stay small compared with the data.
 """
 
@@ -82,9 +79,8 @@ class RowVerdict:
 def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", markers: Sequence[str]) -> RowVerdict:
     """Apply every rule to `rows` (schemas/tables.py Raw); `markers` are special tokens that no prompt may contain.
 
-    Raises:
-        ConfigError: answer_pattern is not a pattern with a group, or ignore_rules names an unknown or a required rule.
-        DataError: the configured form or the system prompt does not fit the prompts.
+    `ConfigError` where answer_pattern is no pattern with a group, or ignore_rules names an unknown or a required rule;
+    `DataError` where the configured form or the system prompt does not fit the prompts.
     """
     check_patterns(config.data)
     ignored = check_ignored(config.validation.ignore_rules)

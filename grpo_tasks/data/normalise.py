@@ -48,11 +48,7 @@ _NUMBER_REPLACEMENTS: tuple[tuple[str, str], ...] = (
 
 
 def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
-    """The form of the prompts: as configured, or that of most rows.
-
-    Raises:
-        DataError: the configured form or the system prompt does not fit what the data holds.
-    """
+    """The form of the prompts: as configured, or that of most rows; `DataError` where it or the system prompt does not fit."""
     strings, chats = rows["text"].count(), rows["messages"].count()
     if data.format == "conversational":
         return "conversational"

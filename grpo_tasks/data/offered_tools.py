@@ -8,8 +8,7 @@ from schemas.config.run import RunConfig
 def with_offered_tools(config: RunConfig) -> RunConfig:
     """The config whose chat template shows the tools of its section `interaction`, for a process that plays no conversations.
 
-    Raises:
-        UserError: a tool or the environment cannot be loaded.
+    `UserError` where a tool or the environment cannot be loaded.
     """
     if not config.interaction.active:
         return config

@@ -1,9 +1,8 @@
 """A data file that nobody has described -> a commented config that the validation step accepts (`grpo init`).
 
-    file --preview--> rows --names and values--> candidates --the pipeline's own validation--> the first that works --> YAML
-
-Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the
-trial, so `grpo validate` agrees with it.
+Names and values of the first rows give candidates; the first one that passes the pipeline's own validation is taken. Nothing is
+written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the trial, so `grpo
+validate` agrees with it.
 """
 
 import json
@@ -114,15 +113,9 @@ class Proposal:
 
 
 def propose(path: str, *, question: str | None = None, answer: str | None = None) -> Proposal:
-    """The first reading of the file that the pipeline accepts.
+    """The first reading of the file that the pipeline accepts; `DataError` where there is none, or the file cannot be read.
 
-    Args:
-        path: JSONL, JSON, CSV, TSV or Parquet.
-        question: column that the user has named; it may also be one of chat messages.
-        answer: column that the user has named; empty: the task has no ground truth.
-
-    Raises:
-        DataError: the file cannot be read, no column holds questions, or the rules refuse most rows of every reading.
+    `question` and `answer` are columns that the user has named; an empty answer: the task has no ground truth.
     """
     rows = preview(DataSource(path=path), PREVIEW_ROWS)
     found = [choice for choice in candidates(rows) if question in (None, choice.question, choice.chat)]
@@ -279,14 +272,7 @@ def find_equality(truths: Sequence[str]) -> Equality:
 
 
 def config_text(proposal: Proposal, *, name: str, model: str, config_path: str) -> str:
-    """The proposal as YAML, checked before it is returned: what is written can be loaded.
-
-    Args:
-        proposal: what was found in the data file.
-        name: name of the run and of the registered model.
-        model: hub id, folder or registered name of the base model.
-        config_path: where the text will be saved; its first lines say how to use it.
-    """
+    """The proposal as YAML, checked before it is returned: what is written can be loaded. Its first lines name `config_path`."""
     reasons = "".join(f"\n  # {_comment(reason)}" for reason in proposal.reasons)
     equality = (
         f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n" if proposal.choice.answer else ""

@@ -1,13 +1,7 @@
 """What makes a row bad: the table of all rules with reason code, meaning and fix, and how each is checked.
 
-    scope     found by                         compares
-    line      jsonl.py, sources.py, records.py the text of one line with its format
-    prompt    records.py, here, judge.py       the messages of one row
-    answer    records.py, here                 the ground truth of one row
-    table     here, leaks.py                   one row with the other rows
-
-    rows --add_views--> --broken_row_rules--> row, rule, value
-         --relation_keys--> --find_duplicates, find_contradictions--> row, rule, value
+Rules of the scope `line` are found by jsonl.py, sources.py and records.py, those of a prompt also by judge.py, leaks of a table by
+leaks.py, all others here.
 
 The order of the table is that of cause and effect: a rule stands before those that a row breaks as a consequence. A missing
 prompt or answer breaks no rule about its content: the reason why it is missing has been recorded already.

@@ -1,7 +1,5 @@
 """Every source of a config -> `rows.parquet` (schemas/tables.py Raw): all rows, the broken ones with their faults.
 
-    DataSource --jsonl.py, CSV, Parquet, hub--> Record --chunks--> row group of rows.parquet
-
 Streams: memory holds a few chunks of rows, not the file. Validates no row; the only errors are about whole files.
 """
 
@@ -60,8 +58,7 @@ _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 def load_sources(data: DataConfig, *, directory: Path) -> list[SourceFile]:
     """Read all sources into `directory`/rows.parquet.
 
-    Raises:
-        DataError: a source is missing, unreadable, empty, or has none of the configured columns; no file is left behind then.
+    `DataError` where a source is missing, unreadable, empty, or has none of the configured columns; then no file is left behind.
     """
     sources: list[SourceFile] = []
     with (
@@ -204,8 +201,7 @@ def _check_file(path: Path, source: DataSource) -> None:
 def preview(source: DataSource, limit: int) -> list[Fields]:
     """The first readable records of a file with all their columns, at most `limit`; empty for a hub data set.
 
-    Raises:
-        DataError: the file is missing, empty or unreadable.
+    `DataError` where the file is missing, empty or unreadable.
     """
     columns = Columns("question", "prompt", "answer")
     layout = _layout(source, columns)
@@ -220,8 +216,7 @@ def preview(source: DataSource, limit: int) -> list[Fields]:
 def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> Iterator[Record]:
     """Records of a file of cells with a header line. Cells may contain line breaks.
 
-    Raises:
-        DataError: no header, a column named twice, the file is an archive or in another encoding, a quote that is never closed.
+    `DataError`: no header, a column named twice, an archive, another encoding, a quote that is never closed.
     """
     with path.open("rb") as start:
         refuse_other_format(path, start)
@@ -278,11 +273,7 @@ def csv_encoding(path: Path) -> str:
 
 
 def csv_delimiter(path: Path, encoding: str, wanted: Sequence[str]) -> str:
-    """The delimiter by which the header has the most of the wanted columns, then the most columns at all.
-
-    Raises:
-        DataError: the file is not in this encoding.
-    """
+    """The delimiter by which the header has most of the wanted columns, then most columns; `DataError` in another encoding."""
     with _open_text(path, encoding) as file, wrong_encoding(path, encoding):
         start = file.read(_HEADER_CHARS)
     csv.field_size_limit(MAX_LINE_BYTES)
@@ -314,10 +305,9 @@ def read_parquet(path: Path) -> Iterator[Record]:
 
 
 def read_hub(source: DataSource, path: str) -> Iterator[Record]:
-    """Records of one split of a hub data set (or of a local folder in the hub's layout).
+    """Records of one split of a hub data set, or of a local folder in the hub's layout.
 
-    Raises:
-        DataError: the data set, its configuration or split is unknown or cannot be reached.
+    `DataError` where the data set, its configuration or split is unknown or cannot be reached.
     """
     from datasets import load_dataset
 

@@ -43,11 +43,7 @@ def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]
 
 
 def read_table(path: Path) -> "pl.DataFrame":
-    """A Parquet table that a step has written.
-
-    Raises:
-        DamagedError: the file is missing, or its content is not Parquet any more.
-    """
+    """A Parquet table that a step has written; `DamagedError` where it is missing, or its content is not Parquet any more."""
     import polars as pl
 
     # polars panics on a column name that is not UTF-8

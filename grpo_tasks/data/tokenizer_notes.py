@@ -20,11 +20,7 @@ _A_DATE = re.compile(
 
 
 def check_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
-    """Refuse a system prompt that the chat template does not take, instead of every row that it would stand in.
-
-    Raises:
-        ConfigError: with the template's own message.
-    """
+    """Raise `ConfigError` with the chat template's own message where it does not take the system prompt."""
     if system_prompt is None or not tokenizer.chat_template:
         return
     try:

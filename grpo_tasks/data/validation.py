@@ -1,8 +1,5 @@
 """Judges all rows of a table, writes the tables and the report, and stops when too many rows are bad.
 
-    rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers) -> RowVerdict
-    RowVerdict --report_data--> train.parquet, eval.parquet, quarantine.parquet, report.md, DataReport --enforce--> DataError
-
 The files are written before `enforce` is called: its error refers to them.
 """
 
@@ -51,10 +48,9 @@ class Origin:
 def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callable[[str], None] = lambda _: None) -> DataReport:
     """Apply all rules to rows.parquet, and check that answers can equal the ground truths.
 
-    Raises:
-        ConfigError: the chat template refuses the system prompt of the config.
-        DataError: a source has no answers and needs them, or the prompts are not as configured. And after the files are written:
-            too many rows are bad, too few are left, no row has a configured task, or no ground truth can be matched.
+    `ConfigError` where the chat template refuses the system prompt. `DataError` where a source lacks the answers that it needs,
+    or the prompts are not as configured; after the files are written also where too many rows are bad, too few are left, no row
+    has a configured task, or no ground truth can be matched.
     """
     # Imports transformers, which a run that skips validation does not need.
     from grpo_tasks.data.chat_tokens import load_counter

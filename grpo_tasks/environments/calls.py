@@ -97,13 +97,9 @@ def read_turn(
 ) -> ParsedTurn:
     """The calls of a turn, in their order.
 
-    Args:
-        text: what the policy wrote, special tokens included.
-        call_format: how it writes calls.
-        reasoning: names of the tags around reasoning.
-        starts_inside: True if the prompt ends inside a block of the first of these tags, which the template opened. None: it is
-            so when the first of the tags in the text is a closing one.
-        tools: names of the tools.
+    `text` includes special tokens, and `tools` are the names of the tools. `reasoning` names the tags around reasoning.
+    `starts_inside`: whether the prompt ends inside a block of the first of these tags, which the template opened. None: it is so
+    when the first of the tags in the text is a closing one.
     """
     text, start = spoken(text), 0
     if starts_inside and reasoning:

@@ -1,9 +1,5 @@
 """What a conversation asks of its environment, in messages. Tokens are the business of the rollout.
 
-    opening = environments.begin([(conversation, row, seed), ...])      messages of the prompt, one list a conversation
-    observed = environments.answer([(conversation, text), ...])         what follows the policy's turn
-    rewards = environments.end([conversation, ...])                     it is over; what is rewarded only now
-
 Tools are an environment too: its step executes the calls of a turn and answers each as a message of the role `tool`. A turn
 without a call ends the conversation. A fault of a tool is an answer of the tool. A fault of an environment ends the conversation
 with `error`, and the conversation never gains by it (rewards/suite.py `charge_faults`).
@@ -70,10 +66,9 @@ class Environments(Protocol):
     def end(self, conversations: Sequence[int]) -> list[float | str | None]:
         """These conversations are over, by whatever cause.
 
-        Returns:
-            One reward each that an environment gives for the whole conversation, of those that a limit of the rollout has ended;
-            it comes on top of the rewards of the turns. None: there is none, or the last observation had it already. A text: the
-            fault by which the environment could not give one.
+        Returns what an environment gives for the whole conversation, of those that a limit of the rollout has ended, on top of
+        the rewards of the turns. None: there is none, or the last observation had it already. A text: the fault by which it could
+        not give one.
         """
         ...
 

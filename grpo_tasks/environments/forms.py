@@ -88,10 +88,7 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
 
 
 def public_methods(instance: object) -> list[Callable[..., Any]]:
-    """The methods of an environment that the policy may call, as in TRL: all but reset, get_reward and those with _.
-
-    Nor is `perfect(row)` or `close()` one, which we call: see `is_ours`.
-    """
+    """The methods that the policy may call, as in TRL: all but reset, get_reward, those with _, and what we call (`is_ours`)."""
     # Of the class: getmembers of an instance would evaluate its properties.
     names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
     found = [name for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]

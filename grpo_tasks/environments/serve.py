@@ -1,4 +1,4 @@
-"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. worker.py starts it.
+"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. pool.py starts it.
 
 It imports what the configuration names, then answers one request after another (processes/worker_main.py). A user's code is
 called with the generators of `random`, numpy and torch seeded by conversation and turn, so that a conversation goes the same way

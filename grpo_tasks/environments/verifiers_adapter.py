@@ -26,10 +26,7 @@ COLUMNS = ("answer", "info", "task", "example_id")
 
 
 class VerifiersEnvironment:
-    """One conversation with a verifiers environment.
-
-    `id` is the name of an installed one, as `verifiers.load_environment` takes it, or package.module:Class.
-    """
+    """One conversation with the environment `id`, as `verifiers.load_environment` takes it, or package.module:Class."""
 
     def __init__(self, id: str, arguments: Mapping[str, Any] | None = None) -> None:
         self._environment = _load(id, json.dumps(dict(arguments or {}), sort_keys=True))

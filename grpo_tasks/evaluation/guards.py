@@ -1,9 +1,7 @@
 """What can stop a promotion, and never causes one, so that the significance level of the promotion's test still holds.
 
-    guards: scored samples of both -> value of each sample -> mean per prompt -> paired test -> beyond the limit? -> GuardCheck
-    fixed limits of format, truncation and length -> Regression          what the merge lost, by a paired test -> Regression
-
-Guards are further held-out prompts on which a new model must not get worse.
+Guards are further held-out prompts on which a new model must not get worse. A `Regression` is a fixed limit of format, truncation
+or length, or what the merge lost by a paired test.
 """
 
 from collections.abc import Mapping

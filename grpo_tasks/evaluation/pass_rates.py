@@ -1,10 +1,8 @@
 """Pass rates of prompts: how often a model solves each, with an interval, and what it answers most often.
 
-    samples with the column solved  --measured_rates--> PassRates (schemas/tables.py)
-    a column of the user's data     --column_rates----> PassRates, without samples or intervals
-
-Calls no reward function: whether a completion is solved is decided before (grpo_tasks/rewards/suite.py). Nor does it choose
-prompts: grpo_tasks/stage/kept_prompts.py does.
+They come from samples (`measured_rates`), or without intervals from a column of the user's data (`column_rates`). Calls no reward
+function: whether a completion is solved is decided before (grpo_tasks/rewards/suite.py). Nor does it choose prompts:
+grpo_tasks/stage/kept_prompts.py does.
 """
 
 import math

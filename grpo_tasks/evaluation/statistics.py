@@ -1,8 +1,5 @@
 """Intervals of means over prompts, pass@k, and a one-sided test whether a model is better than another on the same prompts.
 
-    mean of each prompt -> resample prompts -> percentiles -> at least as wide as an exact binomial interval
-    scored samples of both -> one value per prompt -> difference per prompt -> sign flips -> PairedTest
-
 Samples of one prompt are not independent, so whole prompts are resampled (the cluster bootstrap; Davison and Hinkley 1997,
 section 3.8). When all prompts agree the percentile interval has no width, so rates are widened to the exact interval of Clopper
 and Pearson (1934, doi:10.1093/biomet/26.4.404), or to Wilson's (1927, doi:10.1080/01621459.1927.10502953) between 0 and 1.
@@ -169,10 +166,7 @@ def prompt_values(scored: pl.DataFrame, metric: str) -> pl.DataFrame:
 
 
 def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: str, against: str) -> PairedTest:
-    """One-sided paired test on one value per prompt, the same prompts in the same order; `better` is `p_value <= alpha`.
-
-    `metric` and `against`, the label of the other model, are for the record.
-    """
+    """One-sided paired test on one value per prompt, the same prompts in the same order; `better` is `p_value <= alpha`."""
     assert ours.shape == theirs.shape, "one value per prompt, the same prompts"
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     denominator = _common_denominator(difference)

@@ -59,13 +59,9 @@ def main(root: Path) -> None:
 
 
 def _start_ranks(directory: Path, num_processes: int) -> None:
-    """Start every rank of a stage with this command and wait for all of them.
+    """Start every rank of a stage with this command and wait for all of them; raise what a rank left, or `ChildDied`.
 
     When one fails, the others are killed: they would wait for it forever.
-
-    Raises:
-        UserError: the one that a rank left.
-        ChildDied: a rank ended badly without an error of its own.
     """
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
     ranks = [

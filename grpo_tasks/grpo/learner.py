@@ -1,8 +1,4 @@
-"""The learner: microbatches in, one optimizer step out. It owns the optimizer and the learning rate.
-
-for each microbatch: forward -> loss -> backward      gradients add up
-sum over the ranks -> (unscale) -> clip -> optimizer step -> next learning rate
-"""
+"""The learner: microbatches in, one optimizer step out. It owns the optimizer and the learning rate."""
 
 import math
 import warnings
@@ -65,11 +61,8 @@ class Learner:
     ) -> UpdateFigures:
         """One optimizer step over the microbatches of an update; without any, when every group is dead, no weight moves.
 
-        `old_logps` has the log-probabilities under the policy that sampled; None when that is the present one.
-
-        Raises:
-            NotFiniteError: the loss or the gradient is not finite; no weight was moved.
-            TrainingError: the completions come from another policy.
+        `old_logps` has the log-probabilities under the policy that sampled; None when that is the present one. `NotFiniteError`
+        where loss or gradient is not finite: no weight was moved. `TrainingError` where the completions come from another policy.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
         figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.has_kl_term or measure_kl else None)

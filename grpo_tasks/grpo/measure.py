@@ -268,10 +268,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def completions_table(
     scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int | None
 ) -> pa.Table:
-    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique.
-
-    Without a `policy_version` there is no such column.
-    """
+    """Every completion with its rewards and advantages [N, T] or [N, 1]; (stage, step, prompt_id, sample) is unique."""
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pa.table(

@@ -331,10 +331,7 @@ def sample_groups(
     seed: int,
     player: Player | None = None,
 ) -> Rollout:
-    """Sample `group_size` completions of each row, or with a player conversations.
-
-    Their seeds depend on the row's number in the rollout, not on rank or batch.
-    """
+    """Sample `group_size` completions of each row, or with a player conversations; seeds depend on the row's number alone."""
     began = time.perf_counter()
     seeds = [completion_seed(seed, number, row.prompt_id) for number, row in zip(numbers, rows, strict=True)]
     prompts: list[Sequence[int]] = []

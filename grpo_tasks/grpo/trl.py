@@ -1,7 +1,5 @@
 """`engine: trl`: the same stage handed to TRL's GRPOTrainer, and the reference of the parity tests.
 
-    TRL's rollout -> RewardSuite, in _calculate_rewards -> TRL's update -> journal, completions, events -> result
-
 Data, rewards, adapter, journal, tables and result are ours; rollouts, loss and checkpoints are TRL's. Imported only when a stage
 chooses it.
 """

@@ -67,11 +67,9 @@ class JudgeClient:
         self._pool = Pool(addresses, concurrency=judge.max_concurrency, patience_s=judge.max_outage_s)
 
     def send(self, question: Question, *, vote: int) -> EndpointReply:
-        """The reply to a question, whatever it says.
+        """The reply to a question, whatever it says. `RewardError` where an endpoint refuses the request itself.
 
-        Raises:
-            RewardError: an endpoint refuses the request itself.
-            JudgeUnavailableError: none has answered for `max_outage_s`.
+        `JudgeUnavailableError` where none has answered for `max_outage_s`.
         """
         try:
             answer = self._pool.answer(lambda server: self._post(server.address, question, vote))

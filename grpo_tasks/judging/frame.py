@@ -79,10 +79,7 @@ class Question:
 
 
 def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Completion]) -> Question:
-    """The question about one completion (mode absolute), or about two (mode pairwise).
-
-    `texts` are further ones by their label, such as the question and the reference.
-    """
+    """The question about one completion (mode absolute) or two (mode pairwise), with further `texts` by their labels."""
     labels = ["completion"] if judge.mode == "absolute" else ["completion a", "completion b"]
     shown = dict(texts) | dict(zip(labels, completions, strict=True))
     as_pairs = json.dumps(shown, default=lambda said: (said.speaker, said.text))

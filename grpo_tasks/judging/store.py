@@ -148,8 +148,7 @@ class JudgeLimits:
     def turn(self, cost: float) -> Iterator[None]:
         """Wait until one more request may be in flight; the block sends it and records what it cost.
 
-        Raises:
-            JudgeUnavailableError: `cost`, the most that it may cost, could exceed `max_cost`, whatever those in flight cost.
+        `JudgeUnavailableError` where `cost`, the most that it may cost, could exceed `max_cost`, whatever those in flight cost.
         """
         while (number := self._enter(cost)) is None:
             self.sleep(POLL_S)

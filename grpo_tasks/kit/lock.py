@@ -1,11 +1,8 @@
 """A lock between the processes of one machine. The kernel releases it when its holder ends, however it ends.
 
-    with file_lock(folder / "publish.lock", holder="the run small", on_wait=log.info):    one process (or thread) at a time
-    with file_lock(..., shared=True):                                                     any number of these, or one of those
-
-It is `flock` on a file that is never removed. The file names its last holder, for the message to those who wait. The lock does
-not exclude other machines, and its holder cannot acquire it a second time. A link is refused: the name of the holder would
-replace what the linked file holds.
+One process (or thread) has it at a time, or any number of those that share it. It is `flock` on a file that is never removed,
+which names its last holder, for the message to those who wait. The lock does not exclude other machines, and its holder cannot
+acquire it a second time. A link is refused: the name of the holder would replace what the linked file holds.
 """
 
 import errno
@@ -50,10 +47,7 @@ def file_lock(
 
 
 def private_folder(path: Path) -> Path:
-    """The folder, which only this user can write to; created if it does not exist.
-
-    Raises UserError where others may write to it: a lock there could be their link.
-    """
+    """The folder, created if need be; `UserError` where others may write to it: a lock there could be their link."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()

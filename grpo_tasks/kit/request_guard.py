@@ -1,14 +1,8 @@
 """Refuses requests that other web pages send to a server on this machine, and requests without the key on a network.
 
-    SameOrigin(app)   ->  app answers its own pages and programs; a request that another page caused gets 403
-    BearerKey(app)    ->  app answers /health to everybody, and all else to who sends `Authorization: Bearer KEY`; 401
-
 A browser sends what any page asks it to send, "simple" POSTs without asking the server first. CORS headers only decide whether
-the page may read the answer. So the server checks what the browser says about a request:
-
-    Host             the name that the address bar or the script used; a foreign name means DNS rebinding
-    Origin           the page that sent the request
-    Sec-Fetch-Site   if there is no Origin: whether that page belongs to the same site
+the page may read the answer. So the server checks what the browser says about a request: Host (a foreign name means DNS
+rebinding), Origin (the page that sent it), and without an Origin Sec-Fetch-Site (whether that page belongs to the same site).
 
 Programs send neither Origin nor Sec-Fetch-Site. This is no authentication: every program on this machine is accepted. vLLM itself
 asks for its key on some paths only, and those that load weights are not among them. Standard library only: vLLM loads this file
@@ -40,8 +34,9 @@ _ADDRESS = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(?::([0-9]+))?")
 
 
 class SameOrigin:
-    """ASGI middleware: 403 for requests and websockets from other pages, or to a host name other than the loopback names and
-    `hosts` (default: GRPO_ALLOWED_HOSTS).
+    """ASGI middleware: 403 for requests from other pages, or to a host name that is neither loopback nor one of `hosts`.
+
+    `hosts` are by default those of GRPO_ALLOWED_HOSTS.
     """
 
     def __init__(self, app: App, hosts: Iterable[str] | None = None) -> None:

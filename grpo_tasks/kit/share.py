@@ -72,16 +72,12 @@ class Replica(Generic[ServerT]):
 
 
 class Pool(Generic[ServerT]):
-    """Servers that share their requests; `add` adds more.
+    """Servers that share their requests, at most `concurrency` each at once; `add` adds more.
 
-    Args:
-        servers: the first ones.
-        concurrency: most requests that a server gets at once.
-        admit: called in a thread before a server gets requests, and after every `refresh`; raises RolloutError if it must get
-            none. None: all servers may be asked at once, and one that fails only rests.
-        repair: called in a thread for a server that failed; raises RolloutError if it cannot be brought back.
-        max_failures: how often a server that failed is admitted again.
-        patience_s: how long to wait for a server when none is left; 0 gives up at once.
+    `admit` is called in a thread before a server gets requests, and after every `refresh`; it raises RolloutError if it must get
+    none. None: all servers may be asked at once, and one that fails only rests. `repair` is called in a thread for a server that
+    failed, and raises RolloutError if it cannot be brought back. `max_failures` is how often such a server is admitted again,
+    `patience_s` how long to wait for one when none is left; 0 gives up at once.
     """
 
     def __init__(
@@ -120,10 +116,7 @@ class Pool(Generic[ServerT]):
             self._changed.notify_all()
 
     def refresh(self) -> None:
-        """Admit every server again, because what it has to serve has changed; those that are being repaired follow later.
-
-        Raises RolloutError where no server is left.
-        """
+        """Admit every server again, as what it has to serve has changed, those in repair later; RolloutError if none is left."""
         with self._changed:
             # An admission in progress may be of what was to be served before; it is repeated.
             while self._count(State.ADMITTING):
@@ -185,10 +178,7 @@ class Pool(Generic[ServerT]):
         return [answers[index] for index in range(len(jobs))]
 
     def answer(self, ask: Callable[[ServerT], Answer]) -> Answer:
-        """The answer to one request; `ask` as for `run`. Any number of threads may call it.
-
-        Raises RolloutError where no server is left, or has answered for `patience_s`.
-        """
+        """The answer to one request, for any thread; `ask` as for `run`. RolloutError if none is left, or for `patience_s`."""
         while True:
             with self._changed:
                 while (free := self._take()) is None:

@@ -41,15 +41,10 @@ def check_interaction(
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> list[LabCheck]:
-    """The checks of the section `interaction`; empty where nothing answers the policy.
+    """The checks of the section `interaction`, with all training rows, at least one; empty where nothing answers the policy.
 
-    Args:
-        config: tools, or an environment.
-        rows: all training rows, at least one.
-        chat_template: the model's, which names the format of calls.
-        count_tokens: tokens of prompts after that template.
-        completion: names the tags around reasoning, in which no call counts.
-        log: receives what tools and environments print.
+    The model's `chat_template` names the format of calls, `count_tokens` counts prompts after it, and `completion` names the tags
+    around reasoning, in which no call counts. `log` receives what tools and environments print.
     """
     if not config.active:
         return []

@@ -191,7 +191,6 @@ class GroupSample:
     prompt_id: str
     completions: list[str]
     completion_ids: list[list[int]]
-    finish_reasons: list[str]
     conversations: list[str] = field(default_factory=list)
     """The column `conversation` of the samples, where tools or an environment answered."""
 

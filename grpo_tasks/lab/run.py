@@ -67,17 +67,10 @@ def run_lab(
     *,
     log: Path | None = None,
 ) -> LabFindings:
-    """Try every reward function of every stage.
+    """Try every reward function of every stage on all training rows, at least one.
 
-    Args:
-        config: its section `lab` says how much is tried.
-        rows: all training rows, at least one.
-        base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
-        log: file that receives what the functions print. None: their output is discarded.
-
-    Raises:
-        ConfigError: a function cannot be loaded.
-        RewardError: loading the functions ends the worker process.
+    `base_samples` are groups sampled from the base model for some of the rows; without them there is no forecast. `log` receives
+    what the functions print. `ConfigError` where one cannot be loaded, `RewardError` where that ends the worker process.
     """
     stages = [stage for stage in config.stages if stage.rewards]
     names = list(dict.fromkeys(name for stage in stages for name in stage.rewards))
@@ -143,13 +136,8 @@ def forecast(
     """Will a stage learn anything? The share of groups, sampled from the base model, whose completions earn different totals.
 
     A group whose totals tie has zero advantages (grpo/advantages.py). A later stage starts from a better model than the base, so
-    its forecast is usually a lower bound.
-
-    Args:
-        stage: name of the stage.
-        samples: at least one group.
-        totals: [N] totals of the stage for the completions of all groups, group by group; NaN where no function applies.
-        solved: [N] 1 for a completion that is solved, else 0; NaN where no function applies. None: pass rates are not known.
+    its forecast is usually a lower bound. For the N completions of all groups, at least one, group by group: `totals` [N], NaN
+    where no function applies; `solved` [N] 1 or 0, NaN where no function applies, None where pass rates are not known.
     """
     ends = np.cumsum([len(sample.completions) for sample in samples])
     # As in training, completions without a total are left out.

@@ -47,10 +47,7 @@ def mlflow_command(port: int) -> list[str]:
 
 
 def mlflow_environment(postgres: str | None) -> dict[str, str]:
-    """Environment variables of the MLflow server, its database among them: every user can read the arguments of a process.
-
-    Raises UserError where MLFLOW_TRACKING_URI names a server instead of a database.
-    """
+    """Variables of the MLflow server, its database among them (every user can read arguments); `UserError` for an http store."""
     store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     if postgres:
         store = database_url(postgres, "postgresql+psycopg2", "mlflow")

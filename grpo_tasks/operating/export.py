@@ -1,7 +1,4 @@
-"""A registered model as one adapter of its original base (`grpo export`).
-
-    version -> its base was a version too -> ... -> original base        every adapter downloaded and verified
-    adapters -> one stack in .DIR.part -> compared with the policy that was trained last -> DIR
+"""A registered model as one adapter of its original base (`grpo export`), compared with the policy that was trained last.
 
 The stages of one run train one adapter, each from where the stage before ended. A run that starts from a registered model trains
 a new one on the merged weights, so such a chain has several.
@@ -46,10 +43,8 @@ class Link:
 def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
     """Write the adapter to the new folder `into`, whole or not at all; what is there now, and how vLLM serves it, as text.
 
-    Raises:
-        ModelError: there is no such version, a version was not trained by low-rank matrices alone, or `into` holds files.
-        MergeError: base + adapter has less than 95 % of what training changed.
-        TrackingError: the store cannot be reached.
+    `ModelError`: no such version, one that was not trained by low-rank matrices alone, or `into` holds files. `MergeError`: base
+    + adapter has less than 95 % of what training changed. `TrackingError`: the store cannot be reached.
     """
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
@@ -90,10 +85,7 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
 
 
 def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
-    """The versions that a version was made from, the first one trained on a model from elsewhere.
-
-    Raises ModelError where there is no such version, or one of them cannot be a part of an adapter.
-    """
+    """The versions that a version was made from, oldest first; `ModelError` if one is missing, or can be part of no adapter."""
     links: list[Link] = []
     while reference:
         lineage = lineage_of(reference, tracking)

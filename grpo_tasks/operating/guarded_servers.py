@@ -3,16 +3,9 @@
     python -m grpo_tasks.operating.guarded_servers --host 127.0.0.1 --port 4200     Prefect: like `prefect server start`
     mlflow server --app-name same-origin     MLflow: loads `mlflow_app` by its entry point (pyproject.toml)
 
-Both servers are imported by name inside the functions, so importing this module imports neither. In front of Prefect, the
-parameters of a run are checked completely before the run exists:
-
-    POST .../create_flow_run {"parameters": {"config": {...}}}      ->   every bad field at once: 409, and no run
-                             {"parameters": {"source": "demo", "overrides": ["seed=-1"]}}
-                             {"parameters": {"source": "demo", "over": ["seed=1"]}}               a sweep: all its runs
-                             {"parameters": {"config": {...}, "stage": "formt"}}                  a stage of the config
-
-Prefect compares parameters with the JSON schema of a flow and names the first field that does not fit. It cannot know rules over
-several fields, or what an override does; a run would start and then fail. Data and models are not looked at.
+In front of Prefect, the parameters of a run are checked completely before the run exists, and every bad field is refused at once
+(409). Prefect itself compares them with the JSON schema of a flow and names the first field that does not fit. It cannot know
+rules over several fields, or what an override does; a run would start and then fail. Data and models are not looked at.
 """
 
 import argparse
@@ -54,16 +47,6 @@ def _name_hosts_to_mlflow() -> None:
         hosts = [f"{name.replace('[', '[[]')}{port}" for name in names for port in ("", ":*")]
         os.environ.setdefault("MLFLOW_SERVER_ALLOWED_HOSTS", ",".join([*names, *hosts]))
         os.environ.setdefault("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", ",".join(f"http*://{host}" for host in hosts))
-
-
-def prefect_app() -> SameOrigin:
-    """Prefect's API, pages and services, behind both checks."""
-    from prefect.settings import get_current_settings
-
-    secret = get_current_settings().server.api.auth_string
-    password = secret.get_secret_value() if secret else None
-    app = import_module("prefect.server.api.server").create_app(final=True)
-    return SameOrigin(FormCheck(app, password))
 
 
 class FormCheck:
@@ -152,8 +135,10 @@ def main() -> None:
     from prefect.settings import get_current_settings
 
     server = get_current_settings().server
+    secret = server.api.auth_string
+    app = import_module("prefect.server.api.server").create_app(final=True)
     uvicorn.run(
-        prefect_app(),
+        SameOrigin(FormCheck(app, secret.get_secret_value() if secret else None)),
         host=at.host,
         port=at.port,
         timeout_keep_alive=server.api.keepalive_timeout,

@@ -18,11 +18,7 @@ def block_name(variable: str) -> str:
 
 
 def save_secrets() -> list[str]:
-    """Save each variable as a Secret block; returns the names of the blocks.
-
-    Raises:
-        UserError: a variable is not set. A run would start and then fail for want of its block.
-    """
+    """Save each variable as a Secret block; returns the names of the blocks. `UserError` for one that is not set."""
     if missing := [name for name in VARIABLES if not os.environ.get(name)]:
         raise UserError(
             f"not set: {', '.join(missing)}", place="environment", fix="export them; compose reads them from deploy/.env"

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from grpo_tasks.kit.request_guard import App, SameOrigin, further_hosts
+from grpo_tasks.kit.request_guard import SameOrigin, further_hosts
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.errors import TrainingError
@@ -29,20 +29,13 @@ LABELS = ("run", "stage", "of")
 
 
 def serve_metrics(runs: Path, host: str, port: int) -> None:
-    """Serve /metrics until Ctrl-C, for the runs in `resources.output_dir`.
-
-    Requests have to name `host`, a loopback name, or one of GRPO_ALLOWED_HOSTS.
-    """
+    """Serve /metrics until Ctrl-C, for the runs in the folder `runs`, to requests for `host`, loopback or GRPO_ALLOWED_HOSTS."""
     import uvicorn
 
-    uvicorn.run(metrics_app(runs, host), host=host, port=port, log_level="warning")
-
-
-def metrics_app(runs: Path, host: str) -> App:
-    """The application; see `serve_metrics`."""
     registry = CollectorRegistry()
     registry.register(Journals(runs))
-    return SameOrigin(make_asgi_app(registry), hosts=(host, *further_hosts()))
+    app = SameOrigin(make_asgi_app(registry), hosts=(host, *further_hosts()))
+    uvicorn.run(app, host=host, port=port, log_level="warning")
 
 
 @dataclass(slots=True)

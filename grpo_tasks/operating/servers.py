@@ -1,11 +1,8 @@
 """Servers and workers of one folder, on the loopback address only, started and stopped together.
 
-    Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  workers
-                           a second time, or after a kill: starts only what is not running
-    Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
-
-    supervise(stack)       ->  starts again what ends: in the process of `grpo ui`, for `grpo up` in another one, which is
-                               python -m grpo_tasks.operating.servers FOLDER; ends with SIGTERM, or with the stack
+`Stack.start` starts the Prefect server, the MLflow server, pool, queues, deployments and workers, or what of them is not running;
+`stop` ends exactly the processes that it started (pid and start time). `supervise` starts again what ends: in the process of
+`grpo ui`, for `grpo up` in another one, `python -m grpo_tasks.operating.servers FOLDER`.
 
 FOLDER/.grpo/stack.json records what was started; the logs are next to it. Nobody watches the supervisor itself: `grpo up` starts
 it again with everything else that has ended. Both servers use SQLite, or one PostgreSQL server.
@@ -81,13 +78,10 @@ class Stack:
         workers: int = 1,
         supervised: bool = True,
     ) -> Addresses:
-        """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended,
-        and what an earlier start did not come to; the addresses are then those of the running stack.
+        """Start everything and wait until it answers, or what has ended of a stack that runs here already, at its addresses.
 
-        `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`.
-
-        Raises:
-            UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
+        `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`. `UserError` where
+        a complete stack runs here already, or a server does not start (then everything is stopped again).
         """
         self.folder.mkdir(exist_ok=True)
         begins = False
@@ -362,8 +356,9 @@ class Restarts:
 
 
 def supervise(stack: Stack, postgres: str | None, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
-    """Start again whatever ends, until `stop_requested` or until `grpo down` has stopped the stack. A process that ends again at
-    once is started less and less often, up to once a minute: its log says why.
+    """Start again whatever ends, until `stop_requested` or until `grpo down` has stopped the stack.
+
+    A process that ends again at once is started less and less often, up to once a minute: its log says why.
     """
     restarts = Restarts()
     while not stop_requested() and (ended := stack.ended()) is not None:

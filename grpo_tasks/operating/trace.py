@@ -1,7 +1,4 @@
-"""One row on its way through a run, or the completions of one update, read from the folders that the steps have left.
-
-line of a file -> verdict -> prompt -> pass rate -> completions of each stage with their rewards -> samples of each evaluation
-"""
+"""One row on its way through a run, or the completions of one update, read from the folders that the steps have left."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +48,8 @@ class Trace:
 def trace_row(folder: Path, name: str) -> Trace:
     """Follow a row through the last run of each step, in the folder of a run (`resources.output_dir`/`name`).
 
-    `name` is a prompt_id, or a place such as data.csv:17 or `data.json, record 17`, with the file as the config spells it. Raises
-    UserError where there is no such run or row, DamagedError where a table of the run cannot be read.
+    `name` is a prompt_id, or a place such as data.csv:17, with the file as the config spells it. `UserError` where there is no
+    such run or row, `DamagedError` where a table of the run cannot be read.
     """
     validated = _newest(folder / "validate_data").get("all")
     if validated is None:
@@ -118,10 +115,7 @@ class UpdateCompletions:
 
 
 def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
-    """By default those of the stage that was trained last, finished or not, and of the last update that was kept.
-
-    Raises UserError where there is no such stage or update, or the table is damaged.
-    """
+    """By default those of the last stage and of its last update that was kept; `UserError` if there are none, or damaged ones."""
     newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
     by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}
     if not by_stage:

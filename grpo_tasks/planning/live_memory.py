@@ -75,10 +75,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Counts the attention calls of forward passes by the kernel that CUDA would take: flash, efficient or math.
-
-    MASKED is appended to the name of a call with a dense mask.
-    """
+    """Counts attention calls by the kernel that CUDA would take: flash, efficient or math, with MASKED for a dense mask."""
 
     def __init__(self) -> None:
         super().__init__()

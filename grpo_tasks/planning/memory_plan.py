@@ -342,11 +342,8 @@ def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM
         return new_policy(base.requires_grad_(False), config).train()
 
 
-def count_pass(policy: CausalLM, groups: Groups, *, temperature: float = 1.0) -> PassCounts:
-    """Run a pass over the groups on the meta device, with the kernels of CUDA.
-
-    RuntimeError where the code waits for a number, which a GPU would have to be asked for.
-    """
+def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
+    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device."""
     lengths = [length for group in groups.completions for length in group]
     # Different from the first token on: completions that begin alike would have less to compute.
     completions = [[index] * length for index, length in enumerate(lengths)]
@@ -360,7 +357,7 @@ def count_pass(policy: CausalLM, groups: Groups, *, temperature: float = 1.0) ->
     watch = embeddings.register_forward_pre_hook(lambda _, given: through.append(given[0].numel()))
     try:
         with cuda_kernels() as calls, LiveMemory() as memory:
-            logps = completion_logprobs(policy, batch, temperature=temperature).logps
+            logps = completion_logprobs(policy, batch, temperature=1.0).logps
             saved = memory.now
             logps.sum().backward()
     finally:

@@ -1,7 +1,6 @@
 """How much of what training changed is left in another form of the policy: merged, rounded, loaded again, exported.
 
-    base ---- what training changed ----> policy        distance = sqrt(mean KL(policy || other)) over the positions of its texts
-                         form --- lost --->             kept = 1 - distance(form) / distance(base)
+    kept = 1 - distance(form) / distance(base)      distance = sqrt(mean KL(policy || other)) over the positions of its texts
 
 A fixed tolerance cannot tell: a careful training moves a log-probability by less than rounding a large model does. The KL
 divergence sees both ways to lose, a change that rounding removed and noise that it added. For small differences it is the square

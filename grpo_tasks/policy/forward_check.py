@@ -200,10 +200,9 @@ def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[Non
 
 @contextmanager
 def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str) -> Iterator[float]:
-    """Gives the active adapter seeded weights for a while.
+    """Gives the active adapter seeded weights for a while, and yields how far they move the policy on these rows.
 
-    Yields how far they move the policy on these rows: 0 without an adapter, inf where it is certainly far enough: for base
-    weights in float32 the tolerance is so small that nothing has to be tried.
+    0 without an adapter, inf for base weights in float32, whose tolerance is so small that nothing has to be tried.
     """
     seconds: list[tuple[Tensor, float]] = []
     """The matrix B of every active adapter, and the standard deviation that gives it the size `ADAPTER_SHARE`."""

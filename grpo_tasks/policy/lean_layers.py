@@ -9,14 +9,10 @@ and hooks stay; a norm or an MLP is replaced only if its class gives the same nu
 original layer. L counts tokens, I and O inputs and outputs of a layer, r the rank. Shapes stand in comments, because
 torch.compile cannot read the checks that annotations become in the tests.
 
-In passes over a packed row, the last layer computes only what is read (`predict_only`):
-
-    token of the row         all layers but the last    the last layer
-    predicts a token         everything                 everything
-    any other, of a prompt   everything                 its key and its value
-
-The others' queries, output projection and MLP would cost a pass forward, and one backward with gradients of zero. What a linear
-layer or gated MLP leaves out is 0, and nothing reads it. Norms and residual sums are left as they are.
+In passes over a packed row, the last layer computes only what is read (`predict_only`): of a token of a prompt that predicts
+nothing, its key and its value. The others' queries, output projection and MLP would cost a pass forward, and one backward with
+gradients of zero. What a linear layer or gated MLP leaves out is 0, and nothing reads it. Norms and residual sums are left as
+they are.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,6 @@
 """Merge base and adapter into one model, and prove that what was learned is what is saved.
 
-    base + adapter --merge in float32--> merged --round to a precision--> files --reload--> compare
-          |                                          ^                                        |
-          |                                          +---- the next precision <---- keeps less than 95 %
-          +---- the base: how much did training change?                                       |
-                                                                                         keeps 95 %: done
+    merge in float32 -> round to a precision -> files -> reload -> compare: keeps 95 %, or the next precision
 
 The proof compares at every position of the policy's completions of held-out prompts (change.py): the merged model in float32,
 then the one reloaded from its files. bfloat16 keeps 8 bits of a weight, float16 11: a careful training changes less than that.
@@ -119,7 +115,10 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             merged = None
             shutil.rmtree(target, ignore_errors=True)
             model.generation_config = generation_of(model, tokenizer, spec.sampling)
-            saved = _save(model, tokenizer, target, dtype=dtype)
+            precision = getattr(torch, dtype)
+            saved = _weights(model, precision)
+            model.to(precision).save_pretrained(str(target))
+            tokenizer.save_pretrained(str(target))
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model
             gc.collect()  # modules refer to each other in cycles
@@ -295,13 +294,5 @@ def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerpri
 
 
 def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, _Fingerprint]:
-    # Each weight after rounding. Tied weights have both names, as in their files.
+    # Each weight after rounding, as it must be in the files. Tied weights have both names, as there.
     return {name: _Fingerprint.of(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
-
-
-def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
-    # Returns each weight as it must be in the files.
-    weights = _weights(model, getattr(torch, dtype))
-    model.to(getattr(torch, dtype)).save_pretrained(str(target))
-    tokenizer.save_pretrained(str(target))
-    return weights

@@ -43,11 +43,8 @@ GRACE_S = 10.0
 def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None = None) -> None:
     """Run `python -m module directory` to its end; its notices become warnings here.
 
-    `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too.
-
-    Raises:
-        UserError: the one that the child wrote to error.json.
-        ChildDied: the child ended with an error code or a signal and wrote no error.
+    `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too. Raises the
+    `UserError` that the child left, or `ChildDied` where it ended badly without one.
     """
     notices, shown = directory / NOTICES, set[str]()
     notices.unlink(missing_ok=True)  # of an earlier run of the step

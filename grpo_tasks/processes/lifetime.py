@@ -1,9 +1,7 @@
 """How a process starts and ends: with the process that started it, or by a signal. Every child imports this first.
 
-    parent    start_module(...), which puts GRPO_PARENT_PID=<own pid> (`PARENT`) into the environment
-    child     calls `die_with_parent` first of all; the kernel then kills it when the parent ends, even by kill -9
-
-By `prctl`, so on Linux only; elsewhere nothing ties them.
+`start_module` puts its process id into the environment of the child (`PARENT`), which calls `die_with_parent` first of all; the
+kernel then kills it when the parent ends, even by kill -9: by `prctl`, so on Linux only.
 """
 
 import ctypes
@@ -42,14 +40,10 @@ def start_module(
     own_session: bool = False,
     popen: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -P -m module arguments` as a child of this process.
+    """Start `python -P -m module arguments` as a child of this process, with all variables of `environment` if it is given.
 
-    Args:
-        output: receives all that it prints. None: it goes where that of this process goes.
-        environment: all its variables; those of this process by default.
-        pass_fds: open files that it inherits.
-        own_session: Ctrl-C in the terminal, and signals to the process group, do not reach it.
-        popen: what starts it, for whoever has to see a `Popen` of its own kind.
+    `output` receives what it prints, by default where that of this process goes. `own_session`: Ctrl-C in the terminal, and
+    signals to the process group, do not reach it. `popen` starts it, for whoever has to see a `Popen` of its own kind.
     """
     return popen(
         # -P: a file in the working directory, such as datasets.py, must not replace a library.

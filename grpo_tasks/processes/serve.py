@@ -1,11 +1,8 @@
 """Servers: started so that they never outlive the process that wanted them, and waited for until they answer.
 
-    caller --start_server--> supervisor (leader of a process group) --starts--> server --starts--> its own processes
-                                  |
-                                  +--forks--> guard, which waits for the end of the supervisor and nothing else
-
-The supervisor ends the whole process group when it receives a signal to end, when its caller has ended, however that happened, or
-when the server has ended by itself, whose exit code it then has. The guard ends the group when the supervisor has ended. The
+`start_server` starts a supervisor, the leader of a process group, which starts the server and forks a guard. The supervisor ends
+the whole group when it receives a signal to end, when its caller has ended, however that happened, or when the server has ended
+by itself, whose exit code it then has. The guard, which waits for nothing else, ends the group when the supervisor has ended. The
 sockets of the server are removed too: vLLM leaves them in the temporary folder.
 """
 

@@ -47,10 +47,7 @@ def awaited(result: Any) -> Any:
 
 
 def answer_requests(handlers: Mapping[str, Callable[[dict[str, Any]], Mapping[str, Any]]]) -> None:
-    """Answer each request by the handler of its kind, until the parent closes the socket.
-
-    A `UserError` that a handler raises becomes the reply {"error": ...}.
-    """
+    """Answer each request by the handler of its kind, until the parent closes the socket; a `UserError` is answered too."""
     die_with_parent()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)

@@ -1,7 +1,5 @@
 """A process that runs a user's functions, seen from the parent: start it, exchange requests and replies with a limit, end it.
 
-    WorkerProcess.exchange  --JSON-->  MODULE (started by worker_supervisor.py, output to the log)  --JSON-->  Reply | WorkerFault
-
 Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. The
 caller says what a reply looks like, and what a fault means.
 
@@ -113,13 +111,10 @@ class WorkerFault:
 
 
 class WorkerProcess:
-    """One child process.
+    """One child process that runs `module`; its only argument is the descriptor of its socket (worker_main.py).
 
-    Args:
-        module: module that is run in the child; its only argument is the descriptor of its socket (worker_main.py).
-        limit_bytes: memory in bytes that the child and everything that it starts may use.
-        log: file that receives the beginning of what is printed during each exchange. None: the output is discarded.
-        environment: variables that the child has besides those of this process.
+    `limit_bytes` is the memory that the child and everything that it starts may use, `environment` what variables it has besides
+    those of this process. `log` receives the beginning of what is printed during each exchange; None: it is discarded.
     """
 
     def __init__(
@@ -255,10 +250,8 @@ class WorkerLink:
     def receive(self, max_bytes: int, deadline: float) -> bytes:
         """The payload of the next frame, which nothing may follow.
 
-        Raises:
-            TimeoutError: the frame was not complete by the deadline.
-            MalformedReplyError: the bytes are no frame, announce more than `max_bytes`, or continue after the frame.
-            WorkerEndedError: the worker has ended.
+        `TimeoutError` where it is not complete by the deadline, `WorkerEndedError` where the worker has ended,
+        `MalformedReplyError` where the bytes are no frame, announce more than `max_bytes`, or continue after it.
         """
         received, frame_size = bytearray(), math.inf
         while len(received) < frame_size:

@@ -1,12 +1,7 @@
-"""`python -P -m grpo_tasks.processes.worker_supervisor MODULE DATA CONTROL MEMORY`: starts a worker that runs a user's functions,
-and cleans up everything it starts.
+"""`python -P -m grpo_tasks.processes.worker_supervisor MODULE DATA CONTROL MEMORY`: starts a worker that runs a user's functions.
 
-    WorkerProcess --control--> supervisor --starts--> MODULE --starts--> whatever a function of the user starts
-                                   |   ^------ one pipe: all their output -----|
-                                   v
-                                  log (stderr), the first lines of each call
-
-CONTROL carries orders in plain lines: the label of the call that begins, an empty one when a call has ended, or EXIT_QUERY.
+CONTROL carries orders in plain lines: the label of the call that begins, an empty one when a call has ended, or EXIT_QUERY. The
+log (stderr) gets the first lines of each call from one pipe, on which everything that the worker starts writes.
 
 DATA and CONTROL are file descriptors, MEMORY a limit in bytes. Whatever a function leaves running becomes a child of the
 supervisor (Linux), which kills all of it when the worker or the parent ends or the memory of all exceeds the limit; a second

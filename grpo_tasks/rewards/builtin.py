@@ -92,9 +92,7 @@ def length(
 
     The unit characters counts those of the reasoning: of the completion unless it has exactly one reasoning block, or text before
     the answer where the format has no such block. The unit tokens counts those of the completion that the policy has written.
-
-    Raises:
-        ValueError: the range or the unit is invalid.
+    `ValueError` where the range or the unit is invalid.
     """
     if not 0 < min_length <= max_length or unit not in ("characters", "tokens"):
         raise ValueError(

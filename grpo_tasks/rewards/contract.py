@@ -199,12 +199,10 @@ class ContractError(Exception):
 def check_result(
     result: Any, lengths: Sequence[int], turns: Sequence[Sequence[tuple[int, int]]] = ()
 ) -> tuple[list[float | None], dict[int, list[float]]]:
-    """N scores, and those of single tokens by index of the completion, of what a function returned; raises ContractError.
+    """N scores, and those of single tokens by index of the completion, of what a function returned; `ContractError`.
 
-    Args:
-        result: lists, NumPy arrays or torch tensors.
-        lengths: number of tokens of each of the N completions.
-        turns: for each of them the first token of each turn of the policy, and the one behind its last. Empty: they are one turn.
+    `lengths` has the number of tokens of each of the N completions, `turns` for each the first token of each turn of the policy
+    and the one behind its last. Empty: they are one turn.
     """
     result, num = _as_list(result), len(lengths)
     if not isinstance(result, list | tuple):

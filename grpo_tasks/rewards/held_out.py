@@ -1,7 +1,5 @@
 """Scores of sampled completions by reward functions, as columns for the evaluation, which knows no reward.
 
-    samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean; or solved, by stage
-
 A column is null where no function, or the function, applies. A conversation that a fault of its environment ended has the lowest
 scores of its task, and is never solved. A failure of a function follows its `on_error`, as in training.
 """
@@ -40,17 +38,9 @@ def reward_columns(
 ) -> pl.DataFrame:
     """One row per sample, in their order: column `reward` if any function has a weight, and one column per function.
 
-    Args:
-        samples: columns prompt_id, completion and token_ids.
-        rows: the row of every prompt_id.
-        scoring: the functions.
-        completion: what an answer is.
-        per_prompt: consecutive samples that belong to one prompt.
-        log: file that receives what the functions print.
-
-    Raises:
-        RewardError: a function with on_error raise failed.
-        ConfigError: a function cannot be loaded.
+    `samples` has the columns prompt_id, completion and token_ids, `per_prompt` of them for each prompt, and `rows` the row of
+    every prompt_id. `log` receives what the functions print. `RewardError` where one with on_error raise failed, `ConfigError`
+    where one cannot be loaded.
     """
     by_id = {row.prompt_id: row for row in rows}
     chunk = max(1, CHUNK // per_prompt) * per_prompt
@@ -76,10 +66,7 @@ def reward_columns(
 def solved_by_stage(
     samples: pl.DataFrame, rows: Sequence[PromptRow], config: RunConfig, *, per_prompt: int, log: Path | None = None
 ) -> pl.DataFrame:
-    """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
-
-    Arguments and errors are those of `reward_columns`.
-    """
+    """A column for each stage: 1 for a sample that its rewards count as solved, else 0; null where no function applies."""
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     scoring = Scoring(rewards=config.rewards, weighted=[], reported=names, tasks=config.task_rewards())
     table = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt, log=log)

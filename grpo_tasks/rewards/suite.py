@@ -1,7 +1,5 @@
 """All reward functions of a stage: call each one, apply its on_error to a fault, and form the weighted sum.
 
-    ScoreBatch -> each function in the worker -> raw [N, F] -> times weights [F] -> totals [N]
-
 `total_scores` defines the reward of a completion for training, held-out evaluation and the lab; it is TRL's definition (1.16:
 `nansum` of the weighted scores). The mean reward is the mean over the completions that have a total. A conversation that a fault
 of its environment ended is scored by no function: a policy may learn to cause such faults, so `charge_faults` gives them the
@@ -259,12 +257,9 @@ def charge_faults(
 ) -> NDArray[Real]:
     """[N, F] scores in which a failed conversation has the worst score of each function, and none that is better than 0.
 
-    Args:
-        scores: [N, F]; NaN: does not apply.
-        weights: [F]; a negative one turns the largest score into the worst.
-        failed: [N] conversations that a fault ended.
-        partitions: [N] labels each, the narrowest first. A failed conversation is compared with the others of its label; by the
-            next labels where none of these is sound. Where no labels are left it gets 0.
+    `scores` [N, F] are NaN where a function does not apply; a negative one of `weights` [F] turns the largest score into the
+    worst. `partitions` have [N] labels each, the narrowest first: a failed conversation is compared with the others of its label,
+    or by the next labels where none of these is sound. Where no labels are left it gets 0.
     """
     made, open_ = scores.copy(), failed.copy()
     signs = np.where(weights < 0, -1.0, 1.0)

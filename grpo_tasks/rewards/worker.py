@@ -90,18 +90,11 @@ def max_reply_bytes(lengths: Sequence[int]) -> int:
 
 
 class RewardWorker(WorkerProcess):
-    """One child process with reward functions loaded; a context manager.
+    """One child process with the reward functions `names` loaded; a context manager.
 
-    Args:
-        rewards: settings of the functions.
-        names: the functions to load.
-        completion: what an answer is, for the built-in functions. None: the defaults of the section.
-        tasks: the functions that apply to each task; see contract.py.
-        log: file that receives the beginning of what the functions print during each call.
-
-    Raises:
-        ConfigError: on entry, when a function cannot be loaded.
-        RewardError: on entry, when loading ends the process.
+    `completion`: what an answer is, for the built-in functions; None: the defaults of the section. `tasks`: the functions that
+    apply to each task; see contract.py. `log` receives the beginning of what the functions print during each call. On entry:
+    `ConfigError` where a function cannot be loaded, `RewardError` where loading ends the process.
     """
 
     def __init__(
@@ -174,9 +167,7 @@ class RewardWorker(WorkerProcess):
     def gold_completions(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         """One completion for each row from the user's function `path`; None where it has none.
 
-        Raises:
-            ConfigError: the function cannot be imported, or raises.
-            RewardError: it hangs, or ends the worker process.
+        `ConfigError` where the function cannot be imported, or raises; `RewardError` where it hangs, or ends the worker process.
         """
         size = MAX_LOADED_BYTES + GOLD_BYTES * len(rows)
         made = self._ask("gold", {"path": path, "rows": list(rows)}, Golds, LOAD_LIMIT_S, size, label="lab.gold")

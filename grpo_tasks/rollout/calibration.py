@@ -116,9 +116,7 @@ def calibrated(policy: CausalLM, ids: list[int], dtype: str) -> Iterator[Shifted
     """The policy with calibration weights in the place of its trained ones, which come back unchanged, and its probe `ids`.
 
     The weights are exact in `dtype`, the sampler's precision. Collective: with sharded weights every process has to enter it.
-
-    Raises:
-        ModelError: no change of the trained weights moves the probe.
+    `ModelError` where no change of the trained weights moves the probe.
     """
     adapter = isinstance(policy, PeftModel)
     trained = {

@@ -231,9 +231,7 @@ class Player:
     def play(self, engine: RolloutEngine, starts: Sequence[Start], sampling: Sampling) -> list[Completion]:
         """One conversation for each start, in order. Starts with equal prompts should be neighbours, as requests should.
 
-        Raises:
-            ConfigError: a prompt is a string, not a chat.
-            ModelError: the chat template cannot render a conversation.
+        `ConfigError` where a prompt is a string, not a chat; `ModelError` where the chat template cannot render a conversation.
         """
         tokens = TurnTokens(self.tokenizer)
         try:

@@ -1,10 +1,8 @@
 """Keys and values of a batch that is being decoded, in tensors whose shapes stay the same from step to step.
 
-The rows of a group read one copy of their prompt's keys and values. The queries of a group are placed side by side ("folded")
-and attend to it in one product; each row's own tokens are kept row by row. Both kinds of scores go through one softmax.
-
-    queries  [N K, R, D]  --fold-->  [P K, W R, D] x prompt keys [P K, S, D]  -> scores [P K, W R, S]  \
-             [N K, R, D]                           x own keys    [N K, L, D]  --fold--> [P K, W R, L]  /  softmax
+The rows of a group read one copy of their prompt's keys and values. The queries of a group are placed side by side ("folded", as
+in attention/shared_prompt.py) and attend to it in one product; each row's own tokens are kept row by row. Both kinds of scores go
+through one softmax.
 
 Which column is written and which columns are visible depends on `column`, a tensor on the device. So every step between two calls
 of `make_room` or `keep_rows` runs the same operations on the same shapes and addresses, and a CUDA graph can replay it.

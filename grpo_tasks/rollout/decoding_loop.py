@@ -1,11 +1,9 @@
 """Decodes one batch of requests in steps that a CUDA graph can replay.
 
-    bucket    steps between two changes of shape: the number of rows shrinks, or the room for new tokens grows
-    step      forward pass -> sampled tokens -> the next step's input; reads and writes tensors that stay where they are
-    check     every few steps one copy of the sampled tokens to the host, which looks for ends and drops rows
-
-The host waits for the device at checks only. Rows that end between two are decoded on, and their surplus tokens cut off: a
-completion does not depend on the buckets or on the other rows. Stop strings are found in text, which only the host has.
+Between two changes of shape (`Buckets`) a step reads and writes tensors that stay where they are. Every few steps one copy of the
+sampled tokens goes to the host, which looks for ends and drops rows; the host waits for the device nowhere else. Rows that end
+between two are decoded on, and their surplus tokens cut off: a completion does not depend on the buckets or on the other rows.
+Stop strings are found in text, which only the host has.
 """
 
 import math

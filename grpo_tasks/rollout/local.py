@@ -1,7 +1,5 @@
 """The local engine: a decoding loop in this process, over a copy of the policy with its adapter folded in.
 
-    requests -> batches of similar prompt length -> encode each prompt once -> decode token by token -> completions
-
 All completions of a prompt read one copy of its keys and values (decoding_cache.py), and rows that have ended leave the batch
 (decoding_loop.py). Paged caches and continuous batching are left to a server (vllm_engine.py).
 """

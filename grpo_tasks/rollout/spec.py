@@ -68,10 +68,7 @@ class SampleSpec(Result):
 
 
 def run_sampling(spec: SampleSpec, directory: Path) -> None:
-    """Sample in a child process, on this machine or on a cluster, into `directory`/samples.parquet; both give the same rows.
-
-    UserError where the model cannot be loaded, a server fails, or the cluster cannot be used.
-    """
+    """Sample in a child process, here or on a cluster, into `directory`/samples.parquet: the same rows; `UserError` if not."""
     spec.save(directory / SPEC)
     # Servers that run somewhere already answer this machine as well as any node.
     served = spec.rollout.engine == "vllm" and spec.rollout.vllm.base_urls and spec.ref.path == spec.model.path

@@ -1,10 +1,5 @@
 """The vLLM engines: token ids in, token ids out over HTTP, one request for all completions of a group.
 
-    VllmSampler   samples from a model that does not change (evaluation, reward lab)
-    VllmEngine    samples from the policy in training
-                  prepare(): save the weights      load(): each server wakes up -> loads them -> its log-probabilities are
-                                                           compared -> it unloads the previous ones; then those are deleted
-
 A server that kept old weights would train on completions of the wrong policy without any error. So each shows first that it takes
 weights over, and after each load the probe is compared (calibration.py). The pool hands out requests.
 """
@@ -319,16 +314,12 @@ class VllmSampler:
 
 
 class VllmEngine(VllmSampler):
-    """Samples from the policy in training.
+    """Samples from `policy` in training: `prepare` saves its weights into the folder `weights`, `load` hands them to the servers.
 
-    Args:
-        policy: the trained model.
-        weights: folder through which weights are handed to the servers.
-        dtype: precision of the servers, for the probe.
-        merged: hand over complete merged weights instead of the adapter.
-        untied: the servers' output layer is one of its own, where the policy's is tied to the embeddings.
-        shared: other processes sample from the same servers. Merged weights are then compared and not calibrated: the others
-            would sample from the calibration.
+    `dtype` is the precision of the servers, for the probe. `merged` hands over complete weights instead of the adapter, and
+    `untied` says that the servers' output layer is one of its own where the policy's is tied. With `shared` other processes
+    sample from the same servers: merged weights are then compared and not calibrated, because the others would sample from the
+    calibration.
     """
 
     def __init__(

@@ -199,7 +199,7 @@ class VllmServer:
         self.stale = self.asleep = False
 
     def inspect(self) -> None:
-        """Find out what it serves, after it was away; that is known of one that was started here."""
+        """Check that it offers what the engine uses, and read its model's name; ServerGoneError if it cannot be reached."""
 
     def restart(self) -> None:
         """Start it again; raises RolloutError where that fails, and always for a server that was not started here."""

@@ -89,13 +89,10 @@ def artifact_key(name: str) -> str:
 def show_artifact(
     key: str, data: str | float | Sequence[Mapping[str, object]], description: str, known: dict[str, UUID] | None = None
 ) -> None:
-    """Show something in the Prefect UI under a stable key; outside of a flow nothing happens.
+    """Show something in the Prefect UI under a stable key (`artifact_key`); outside of a flow nothing happens.
 
-    Args:
-        key: lower-case letters, digits and dashes (`artifact_key`).
-        data: a text in Markdown, the percent of a progress bar, or rows of a table that the UI can sort and filter.
-        description: what it is.
-        known: the artifacts of a run that change while it runs. One that is there is updated, a new one is put in.
+    `data` is a text in Markdown, the percent of a progress bar, or rows of a table that the UI can sort and filter. `known` are
+    artifacts of a run that change while it runs: one that is there is updated, a new one is put in.
     """
     if not in_flow() or data == []:
         return
@@ -117,10 +114,7 @@ def show_artifact(
 
 
 def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
-    """Send an event about a resource to Prefect, where it can trigger an automation; outside of a flow nothing happens.
-
-    Prefect ignores an event whose `event_id` it knows.
-    """
+    """Send an event about a resource to Prefect, which ignores a known `event_id`; outside of a flow nothing happens."""
     run = flow_run_id()
     if run is None:
         return
@@ -188,16 +182,10 @@ def impatient_client() -> "Iterator[SyncPrefectClient]":
 def slots_of(
     resources: ResourcesConfig, rollout: RolloutConfig | None = None, *, trains: bool = False, has_cards: bool | None = None
 ) -> list[str]:
-    """Names of the slots (slots.py) that a run holds: those of its GPUs and of its vLLM servers' GPUs, the one it names, or none
-    (CPU, shared, a stage on a cluster).
+    """Names of the slots (slots.py) that a run holds: those of its GPUs and of its vLLM servers' GPUs, the one it names, or none.
 
-    They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
-
-    Args:
-        resources: settings of the machine.
-        rollout: how the step samples, if it does.
-        trains: the slots are for a stage, which computes where `resources.cluster` says.
-        has_cards: whether this machine has GPUs; None: look.
+    None on a CPU, shared, or for a stage (`trains`) on a cluster. They are sorted, so that two runs that need the same GPUs
+    acquire them in the same order and never wait for each other. `has_cards` says whether this machine has GPUs; None: look.
     """
     # A cluster has its own accounting.
     if resources.gpu_slot == "shared" or (trains and resources.cluster.engine == "ray"):

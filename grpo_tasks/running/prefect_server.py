@@ -36,11 +36,7 @@ class PrefectServer:
     """How to do without it."""
 
     def count_runs(self) -> int:
-        """Number of flow runs in its database.
-
-        Raises:
-            OrchestratorError: it does not answer, refuses the login, or is another server.
-        """
+        """Number of flow runs in its database; `OrchestratorError`: no answer, a refused login, or another server."""
         answer = self.ask(_COUNT, {})
         if not isinstance(answer, int):
             raise self._another("it does not count flow runs")

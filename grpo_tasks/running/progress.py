@@ -1,10 +1,6 @@
 """Shows the progress of a stage while it is trained: a bar in the terminal, lines in the Prefect log, events in the Prefect UI.
 
-    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect's log and events
-                                                        --every 10 s--> the artifact `progress-STAGE` of the Prefect UI
-                                                        --`ship`, every few seconds--> MLflow, whose charts follow the stage
-
-The trainer knows none of these: everything comes from its journal.
+The trainer knows none of these: everything comes from its journal, read here twice a second.
 """
 
 import json

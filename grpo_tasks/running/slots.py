@@ -1,8 +1,5 @@
 """Slots: one run at a time on a GPU, or on a registered model. A slot is a global concurrency limit of Prefect's with limit 1.
 
-    hold(slot)  ->  the slot is free: acquire it with a lease, renew the lease while the block runs, release it
-                    the slot is held: log who holds it, try again every two seconds; free it when its holder is dead
-
 The limit, the lease and the count in the UI are Prefect's. Waiting, renewal and the record of the holder (a variable) are ours:
 with `prefect.concurrency.sync.concurrency` of 3.8 nobody learns the holder, a dead one keeps the slot for a minute or for ever, a
 restarted server forgets leases and keeps the count, and a server that is away fails the run.

@@ -328,11 +328,10 @@ def _mark_damaged(folder: Path, paths: list[str], damage: str) -> None:
 
 
 def clear(folder: Path, *, resumable: bool) -> None:
-    """Prepare a folder for its step.
+    """Prepare a folder for its step: with `resumable` it keeps what the step can continue from, otherwise it is emptied.
 
-    With `resumable` it keeps what the step can continue from, otherwise it is emptied. A trained stage is worth hours: if its
-    journal and tables are intact, it keeps its last complete checkpoint. If not, its folder is kept under another name and the
-    stage starts again.
+    A trained stage is worth hours: if its journal and tables are intact, it keeps its last complete checkpoint. If not, its
+    folder is kept under another name and the stage starts again.
     """
     if not resumable:
         shutil.rmtree(folder, ignore_errors=True)

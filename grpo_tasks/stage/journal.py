@@ -74,10 +74,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines after `offset` bytes, and the offset after them; empty when there is no file yet.
-
-    TrainingError where a line is damaged, with its number, or the file cannot be read.
-    """
+    """The complete lines after `offset` bytes, and the offset after them; none without a file. TrainingError names a bad line."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

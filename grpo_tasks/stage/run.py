@@ -1,7 +1,5 @@
 """Train a stage in a child process or in this one; the seam between the trainers and their callers.
 
-    StageSpec -> spec.json -> grpo_tasks.grpo -> result.json -> StageResult
-
 No orchestrator and no tracker is imported: the engine is a library too.
 """
 

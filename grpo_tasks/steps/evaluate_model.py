@@ -1,7 +1,4 @@
-"""Step: evaluate one model on the held-out prompts.
-
-sample (child process or cluster) -> samples.parquet -> rewards, in their own process -> columns -> verdicts, metrics, report
-"""
+"""Step: evaluate one model on the held-out prompts."""
 
 import time
 

@@ -1,8 +1,5 @@
 """Step: measure how hard the training prompts are, before any training.
 
-sample (child process) -> samples.parquet -> rewards, in their own process -> solved or not -> pass_rates.parquet, report
-      ^------------- the rest, of prompts that `difficulty.screen` completions solved ------+
-
 A completion is solved when its reward, by the functions and configured weights of a stage, reaches the share `difficulty.success`
 of the full reward: what a completion earns that has the full score of every function that applies. The key holds neither the seed
 of the run nor what only training uses, so sweeps, other seeds and retraining use the same measurement. With

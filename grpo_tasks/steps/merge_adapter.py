@@ -1,7 +1,4 @@
-"""Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy.
-
-A child process merges, so that the memory of two models is free afterwards.
-"""
+"""Step: merge the last stage's adapter into the base model, in a child process, and prove that it is the same policy."""
 
 import time
 

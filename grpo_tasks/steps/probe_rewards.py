@@ -49,7 +49,7 @@ def probe_rewards(work: Work, config: RunConfig, data: DataReport) -> LabReport:
     spec = SampleSpec.of(config, base, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
     run_sampling(spec, work.directory)
     table = pl.read_parquet(work.directory / SAMPLES)
-    columns = ["completion", "token_ids", "finish_reason", *(["conversation"] if "conversation" in table.columns else [])]
+    columns = ["completion", "token_ids", *(["conversation"] if "conversation" in table.columns else [])]
     groups = [GroupSample(*row) for row in table.group_by("prompt_id", maintain_order=True).agg(columns).iter_rows()]
     findings = run_lab(config, rows, groups, log=log)
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)

@@ -1,11 +1,9 @@
-"""How a published model answers in MLflow: messages in, a chat completion in OpenAI's form out.
-
-    {"messages": [...]} or {"prompt": "..."}  ->  chat template  ->  generate  ->  {"choices": [{"message": {...}}], ...}
+"""How a published model answers in MLflow: messages or a prompt in, a chat completion in OpenAI's form out, not streamed.
 
 log_model.py copies this file into the artifact, so it imports nothing of this project. MLflow's own wrapper for transformers adds
 BOS twice where the template writes it, removes spaces from answers, searches for stop strings with a tokenizer that only the
 training machine has, and replies with a list that no OpenAI client reads. `tools` go to the chat template; a call is text of the
-answer. Left out: streaming.
+answer.
 """
 
 import math

@@ -1,10 +1,8 @@
 """MLflow's SQLite database: a complete file or none, even when the process that creates or migrates it is killed.
 
-    no file                ->  created under another name, then renamed
-    an older schema        ->  a copy is migrated, then renamed; the old file is kept under another name
-    a partial migration    ->  the same. If the copy cannot be migrated: a file without runs is replaced, one with runs is refused
-
-MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start.
+MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start. So a new file and the
+migrated copy of an old one get their name when they are complete, and the old file keeps another one. Where a partial migration
+cannot be completed, a file without runs is replaced, one with runs is refused.
 """
 
 import logging

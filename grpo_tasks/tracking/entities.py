@@ -1,12 +1,8 @@
 """What of a run has a page of its own in MLflow: checkpoints and stages as logged models, system prompts, held-out rows.
 
-    train_stage/format-KEY/checkpoints/step-000080   ->   format-step-80    the metrics of its update, eval_reward if measured
-    train_stage/format-KEY/final                     ->   format            accuracy, format_rate ... of its evaluation
-    the published model (publishing.py)              ->   model             what its run has measured so far: accuracy, reward ...
-
     mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
 
-finds the best of all runs. Checkpoints and stages point to files on disk (tag `path`) and hold none.
+finds the best of all runs. Checkpoints (STAGE-step-80) and stages (STAGE) point to files on disk (tag `path`) and hold none.
 """
 
 import hashlib

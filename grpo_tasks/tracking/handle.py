@@ -1,10 +1,8 @@
 """One MLflow run, written only by calls that can be repeated.
 
-    once(marker, work)   ->  skipped if the marker is set; otherwise: run the work, and set the marker last
-
-Reading a run does not change it: its status becomes RUNNING with the first write. After a kill between work and marker the work
-runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the upload; files and
-tables are replaced.
+Reading a run does not change it: its status becomes RUNNING with the first write. After a kill between the work of `once` and its
+marker the work runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the
+upload; files and tables are replaced.
 """
 
 import json

@@ -1,9 +1,5 @@
 """Ships a stage's journal to its child run: in batches, with the journal's own timestamps, no step ever twice.
 
-    metrics.jsonl  {"step": 12, "timestamp_ms": 1789..., "metrics": {"reward": 1.2}}   ->   log_batch, at most 1,000 metrics
-    events.jsonl   {"step": 12, "event": "kl_blow_up", ...}                            ->   tag grpo.event.kl_blow_up, the latest
-    the machine    CPU, memory, disk, network, GPU every ten seconds                   ->   metrics system/...
-
 The position is the last step that any metric of the run has in the store. All metrics of a step travel in one call, so it is
 right even after a kill between a call and its reply. An unreachable store only causes delay: `ship` returns False.
 """

@@ -1,7 +1,5 @@
 """Registered models on this disk. Every file is verified; a folder holds the complete model or does not exist.
 
-    version -> manifest (file -> SHA-256, size) -> DIR.part, file by file -> all verified -> DIR
-
 An interrupted download leaves DIR.part. The next download keeps the files in it that are complete.
 """
 

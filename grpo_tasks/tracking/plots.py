@@ -1,7 +1,5 @@
 """Figures of training, drawn from journals: one per plot of schemas/metrics.py, and an overview of all stages.
 
-    journal -> series grouped by Metric.plot -> PLOT.png          journals of all stages -> overview.png, stages one after another
-
 Every figure of the project uses the panels, colours and file settings of this module. Without pyplot: no window, no global state.
 """
 

@@ -1,7 +1,5 @@
 """`python -m grpo_tasks.tracking.proof DIRECTORY`: does the artifact in the store answer as the merged model did?
 
-    greedy answers of the merge proof  ==  answers of mlflow.pyfunc.load_model("models:/ID") in a process of its own
-
 The artifact is what a user gets: it comes from the store, and this project's packages cannot be imported while it loads and
 answers. It answers in float32 on the CPU, as in the merge proof; a shorter precision could turn a near tie.
 """

@@ -1,7 +1,5 @@
 """Publishing a merged model: a version in the registry, and the alias `champion` on the best version.
 
-    merged folder --log as files--> logged model --ask it--> --register--> version --paired tests--> alias champion moves | stays
-
 A process of its own loads the logged model and asks it; one that answers otherwise than the merged model is deleted. A model with
 the same bytes (by SHA-256) is reused. The alias moves only if the new model beats the base and the champion it was compared with,
 if that is still the champion, and if nobody rolled these bytes back. The old champion becomes `previous`, a candidate that is not
@@ -90,13 +88,10 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
 ) -> Decision:
     """Register the merged model and move the alias if the tests allow it. Repeating it changes nothing.
 
-    Args:
-        run: the parent run. The model is logged to it and the version links to it.
-        tests: the merged model against the base, and against the `champion` of the comparison where there was one.
-        evaluation: of the merged model. Its figures become tags of the version.
-        origin: hashes of the version's data, code, config and adapter.
-        log, prove: `log_model.log_model` and `proof.prove_served`, or calls of them in separate processes.
-        require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
+    `tests` compare the merged model with the base, and with the `champion` where there was one. The figures of its `evaluation`
+    become tags of the version, and `origin` has the hashes of its data, code, config and adapter. `log` and `prove` are
+    `log_model.log_model` and `proof.prove_served`, or calls of them in separate processes. `require_wanted` raises when somebody
+    has ended the run.
 
     Raises `ServedModelError` where the logged model answers otherwise than the merged one, and `DamagedError` where files differ
     from those that the merge proof covers: nothing was registered.

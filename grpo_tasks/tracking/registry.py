@@ -1,10 +1,7 @@
 """Versions of a registered model: found by number, alias or tags; their lineage; what a person decides about one.
 
-    champion      the version in use
-    previous      the champion before it
-    challenger    the most recent candidate that was not promoted
-
-publishing.py registers and promotes versions, models.py downloads their files.
+The alias `champion` is on the version in use, `previous` on the one before it, `challenger` on the most recent candidate that was
+not promoted. publishing.py registers and promotes versions, models.py downloads their files.
 """
 
 import json

@@ -1,9 +1,5 @@
 """A run of the pipeline as an MLflow run: found by its key, filled from step results, ended with the pipeline's status.
 
-    with open_run(config, key=...) as run:        parent run, tag grpo.key
-        run.record(result)                        once per step and content key; repeated after a kill
-        run.follow(stage_dir).ship()              child run per stage, tags grpo.stage and grpo.stage_key
-
 A killed run that is started again resumes the same MLflow run. A finished run with nothing new to record is not changed. What
 this module does not do: run steps, or know who orchestrates them.
 """
@@ -58,12 +54,9 @@ def open_run(
 ) -> Iterator["TrackedRun"]:
     """The MLflow run of this configuration. It ends FINISHED, FAILED (an error) or KILLED (an interrupt, or pruned in a sweep).
 
-    Args:
-        config: each of its fields becomes a parameter.
-        inputs: the configuration as the steps have it, with the copies of the user's own modules, which are uploaded.
-        key: content key of the run. The experiment's most recent run with this key is resumed, unless `fresh`.
-        flow_run_name, name: parts of the name of a new run; `name` is that of the configuration otherwise.
-        parent_run_id: the MLflow run of the sweep that the run belongs to.
+    The experiment's most recent run with the content key `key` is resumed, unless `fresh`. `inputs` is the configuration as the
+    steps have it, with the copies of the user's own modules, which are uploaded. `flow_run_name` and `name` (by default that of
+    the configuration) are parts of the name of a new run. `parent_run_id` is that of the sweep that it belongs to.
     """
     flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
     known = {tag: value for tag, value in (flow | {PARENT_TAG: parent_run_id}).items() if value}

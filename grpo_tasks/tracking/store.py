@@ -1,8 +1,5 @@
 """The MLflow store and how it is called: without log noise, with retries while it is unreachable, with errors a user can fix.
 
-    TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  call(one repeatable request)
-                                                                         ->  lock("publish-NAME"): one process of this machine
-
 Every call can be repeated without harm. Whatever calls a store raises `TrackingError` when it cannot be reached or refuses.
 Importing this module imports mlflow, which takes seconds.
 """

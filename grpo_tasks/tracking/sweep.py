@@ -1,9 +1,5 @@
 """A sweep in MLflow: the parent of its runs, with a description, the table of all runs, and a link that compares them.
 
-    sweep demo 2026-11-23 05:53      best: learning_rate 1e-5 ...     accuracy 0.976
-      learning_rate 1e-5, seed 42    (a run of the pipeline, with its stages as children)
-      learning_rate 5e-6, seed 42
-
 The table is there for people (Markdown) and for spreadsheets (CSV).
 """
 

@@ -1,7 +1,5 @@
 """What a person reads about a run and a version in MLflow: name, description and tags of a run, model card and tags of a version.
 
-    grpo-demo brisk-otter 2026-11-23 05:53     Promoted: better than the base ...     accuracy 0.976     promoted yes
-
 A description or a card is replaced when the decision changes, and never where a person wrote another text.
 """
 

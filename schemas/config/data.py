@@ -32,11 +32,7 @@ def _encoding(given: str) -> str:
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template such as `{Body} {Question}` names; `{{` and `}}` stand for braces.
-
-    Raises:
-        ValueError: the template is malformed, names no column, or has more than a name in its braces.
-    """
+    """The columns that a template such as `{Body} {Question}` names (`{{` and `}}` are braces); ValueError for any other text."""
     fix = 'fix: name columns in braces, for example "{Body} {Question}", and double other braces'
     try:
         fields = [(name, form, change) for _, name, form, change in Formatter().parse(template) if name is not None]

@@ -38,11 +38,7 @@ class Axis:
 
     @classmethod
     def of(cls, text: str) -> "Axis":
-        """Read `PATH=VALUE,VALUE`.
-
-        Raises:
-            ConfigError: it has another form, or a value twice.
-        """
+        """Read `PATH=VALUE,VALUE`; `ConfigError` for another form, or a value that occurs twice."""
         path, equals, values = text.partition("=")
         path = path.strip()
         if not equals or not path:
@@ -118,14 +114,9 @@ class Grid:
 def make_grid(source: str, overrides: Sequence[str], over: Sequence[str], *, seeds: int) -> Grid:
     """The runs of a sweep, each with its checked config.
 
-    Args:
-        source: a YAML file or the name of a preset.
-        overrides: settings of every run, each as key.path=value.
-        over: settings to vary, each as key.path=value,value.
-        seeds: number of seeds for each combination: that of the config, and those that follow it.
-
-    Raises:
-        ConfigError: lists every fault of every value, or says why there is nothing to compare.
+    `overrides` are settings of every run, each as key.path=value, `over` those to vary, each as key.path=value,value. `seeds`
+    counts that of the config and those that follow it. `ConfigError` lists every fault of every value, or says why there is
+    nothing to compare.
     """
     base = load_config(source, list(overrides))
     axes, faults = _axes(over, seeds)

@@ -41,11 +41,7 @@ PRESETS = DEPLOY / "presets"
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file or a preset, apply overrides and validate it.
-
-    Raises:
-        ConfigError: the file is missing or not a YAML mapping, a key is unknown, or a value is invalid.
-    """
+    """Read a YAML file or a preset, apply overrides and validate it; `ConfigError` where there is none, or anything is wrong."""
     layers = _layers(source)
     tree = _merge_layers(layers)
     for override in overrides or []:
@@ -180,11 +176,7 @@ def tracking_at(uri: str | None) -> TrackingConfig:
 
 
 def find_config(source: str | Path, *, folder: Path | None = None) -> Path:
-    """The file of a path or of a preset's name; `folder` is searched first.
-
-    Raises:
-        ConfigError: there is no such file, or it cannot be read. The message lists the presets.
-    """
+    """The file of a path or of a preset's name; `folder` is searched first. `ConfigError` lists the presets."""
     candidates = [*([folder / source] if folder else []), Path(source), PRESETS / f"{source}.yaml"]
     reasons = {candidate: why_not_a_file(candidate) for candidate in candidates}
     for candidate, reason in reasons.items():
@@ -262,11 +254,7 @@ def _fault_line(fault: dict[str, Any]) -> str:
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
-    """The value of one YAML document.
-
-    Raises:
-        ConfigError: the text is not YAML or exceeds one of the bounds above. Its place includes the line.
-    """
+    """The value of one YAML document; `ConfigError` with the line where it is none, or exceeds one of the bounds above."""
     if len(text) > MAX_CHARS:
         raise ConfigError(
             f"the text has {len(text):,} characters; a config has at most {MAX_CHARS:,}",

@@ -188,10 +188,8 @@ def view(config: Viewed, reads: str) -> Viewed:
         view(config, "difficulty model -model.lora stages.rewards")
 
     has the section `difficulty`, the section `model` without `lora`, and of each stage its `rewards`. A path goes through lists
-    and mappings. Reading anything else raises AttributeError, so a step cannot depend on a setting that its key does not hold.
-
-    Raises:
-        AttributeError: the config has no such setting.
+    and mappings. Reading anything else raises AttributeError, as does a path to nothing, so a step cannot depend on a setting
+    that its key does not hold.
     """
     kept: Paths = {}
     left_out: Paths = {}

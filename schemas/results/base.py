@@ -29,11 +29,7 @@ class Result(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            DamagedError: it is, or holds, the result of a step that changed since the step wrote it.
-        """
+        """Read what `save` wrote; `DamagedError` where it is, or holds, the result of a step that changed since."""
         return cls.parse(path.read_bytes(), place=path)
 
     @classmethod
@@ -93,11 +89,7 @@ class StepResult(Result):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            DamagedError: the file changed since it was written.
-        """
+        """Read what `save` wrote; `DamagedError` where the file changed since."""
         try:
             return super().load(path)
         except ValueError as error:

@@ -99,18 +99,6 @@ class Publication(StepResult):
             return f"v{self.model_version} waits for approval"
         return f"promoted v{self.model_version}" if self.champion else f"v{self.model_version} not promoted"
 
-    @property
-    def deciding_test(self) -> PairedTest | None:
-        """The test that the version failed, or else the last one."""
-        failed = [test for test in self.tests if not test.better and not self.champion]
-        return next(iter([*failed, *self.tests[-1:]]), None)
-
-    def causes(self) -> list[str]:
-        """What kept the version from being promoted, apart from the tests."""
-        checks: list[Regression | GuardCheck] = [*self.regressions, *self.guards]
-        failed = [str(check) for check in checks if not check.passed]
-        return [] if self.champion else [*failed, *([self.obstacle] if self.obstacle else [])]
-
 
 class PublishedFacts(Result):
     """The decision of a publication: the fields that do not change when it is repeated."""
@@ -184,15 +172,20 @@ class PipelineResult(Result):
 
     def headline(self) -> str:
         """The decision with the figure behind it, of the rival and of the new model, and with what stood in its way."""
-        merged = next((one.metrics for one in self.evaluations if one.label == "merged"), {})
-        test = self.publication.deciding_test
+        made, merged = self.publication, next((one.metrics for one in self.evaluations if one.label == "merged"), {})
+        # The test that the version failed, or else the last one.
+        failed = [test for test in made.tests if not test.better and not made.champion]
+        test = next(iter([*failed, *made.tests[-1:]]), None)
         if test is None or test.metric not in merged:
-            return self.publication.headline()
+            return made.headline()
         ours = merged[test.metric].value
         before, after = (figure_text(test.metric, value) for value in (ours - test.difference, ours))
         figures = f"{test.metric.replace('_', ' ')} {before} -> {after}"
-        said = f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
-        return "; ".join([said, *self.publication.causes()])
+        said = f"{made.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
+        if made.champion:
+            return said
+        checks: list[Regression | GuardCheck] = [*made.regressions, *made.guards]
+        return "; ".join(filter(None, [said, *(str(check) for check in checks if not check.passed), made.obstacle]))
 
     def comparison(self) -> str:
         """What a person needs to decide about the version: the summary of the report, in Markdown."""

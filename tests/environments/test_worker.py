@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from grpo_tasks.environments import worker
+from grpo_tasks.environments.pool import Answered, Loaded, Opened, Perfect, Stepped
 from grpo_tasks.processes.worker_process import MalformedReplyError
 from tests.processes.waiting import until
 
@@ -76,20 +76,20 @@ def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, c
 @pytest.mark.parametrize(
     ("shape", "payload"),
     [
-        (worker.Answered, "no JSON"),
-        (worker.Answered, '{"request": "a", "text": 5, "state": {}}'),
-        (worker.Answered, '{"request": "a", "text": "x", "state": {}, "more": 1}'),
-        (worker.Answered, '{"request": "b", "text": "x", "state": {}}'),
-        (worker.Stepped, '{"request": "a", "reward": NaN}'),
-        (worker.Stepped, '{"request": "a", "reward": "1"}'),
-        (worker.Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
-        (worker.Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
-        (worker.Stepped, '{"request": "a", "reward": 1e999}'),
-        (worker.Loaded, '{"request": "a", "form": "other"}'),
-        (worker.Loaded, '{"request": "a"}'),
-        *((worker.Loaded, json.dumps({"request": "a", "error": error})) for error in ("[]", "", "{}", "5", 5)),
-        (worker.Perfect, '{"request": "a", "turns": [1]}'),
-        (worker.Opened, "[" * 100_000),
+        (Answered, "no JSON"),
+        (Answered, '{"request": "a", "text": 5, "state": {}}'),
+        (Answered, '{"request": "a", "text": "x", "state": {}, "more": 1}'),
+        (Answered, '{"request": "b", "text": "x", "state": {}}'),
+        (Stepped, '{"request": "a", "reward": NaN}'),
+        (Stepped, '{"request": "a", "reward": "1"}'),
+        (Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
+        (Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
+        (Stepped, '{"request": "a", "reward": 1e999}'),
+        (Loaded, '{"request": "a", "form": "other"}'),
+        (Loaded, '{"request": "a"}'),
+        *((Loaded, json.dumps({"request": "a", "error": error})) for error in ("[]", "", "{}", "5", 5)),
+        (Perfect, '{"request": "a", "turns": [1]}'),
+        (Opened, "[" * 100_000),
     ],
 )
 def test_a_reply_of_any_other_shape_is_refused(shape, payload):

@@ -25,7 +25,7 @@ def sample(row, *rewards):
         turns.append(turn | said)
     whole = {"prompt": [dict(message) for message in row.messages], "turns": turns, "ending": "done", "error": None}
     told = [json.dumps(whole | {"reward": reward}) for reward in rewards]
-    return GroupSample(row.prompt_id, ["4"] * len(rewards), [[1] * 4] * len(rewards), ["stop"] * len(rewards), told)
+    return GroupSample(row.prompt_id, ["4"] * len(rewards), [[1] * 4] * len(rewards), told)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_judge_that_is_away_stops_the_lab_before_any_training(settings, endpoi
 @pytest.mark.slow
 def test_a_judge_scores_probes_and_samples_in_the_lab(run_config, settings, make_row, endpoint, tmp_path):
     rows = [make_row(line, str(line + 40), f"What is 40 + {line}?") for line in (1, 2, 3)]
-    sample = GroupSample(rows[0].prompt_id, ["good", "bad"], [[1], [2]], ["stop", "stop"])
+    sample = GroupSample(rows[0].prompt_id, ["good", "bad"], [[1], [2]])
     given = {"taste": {"function": "judge", "judge": settings(gold=gold(tmp_path, LINE)).model_dump(mode="json")}}
     config = run_config({"one": ["taste", "correctness"]}, rewards={"functions": given}, lab={"num_rows": 2})
 

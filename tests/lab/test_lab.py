@@ -232,7 +232,7 @@ def test_a_ground_truth_that_cannot_be_read_is_found_in_any_row(run_config, rows
 
 
 def group(row, *texts):
-    return GroupSample(row.prompt_id, list(texts), [[1]] * len(texts), ["stop"] * len(texts))
+    return GroupSample(row.prompt_id, list(texts), [[1]] * len(texts))
 
 
 def test_the_forecast_counts_groups_that_differ(run_config, rows):
@@ -280,7 +280,7 @@ def test_a_function_that_breaks_on_a_base_sample_is_stopped(run_config, own_modu
 def test_ties_within_rounding_are_no_signal():
     import numpy as np
 
-    samples = [GroupSample("a", ["x", "y"], [[1], [1]], ["stop", "stop"])]
+    samples = [GroupSample("a", ["x", "y"], [[1], [1]])]
     assert forecast("s", samples, np.array([0.3, 0.1 + 0.2])).share_with_signal == 0.0
 
 

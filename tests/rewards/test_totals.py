@@ -60,7 +60,7 @@ def test_the_reward_means_the_same_everywhere(raw):
     totals = stage_totals(STAGE, REWARDS, columns)
     np.testing.assert_array_equal(totals, rollout.scores.totals)
     assert held_out.get("eval_reward") == trained.get("reward")
-    samples = [GroupSample(name, ["text"] * 4, [[1]] * 4, ["stop"] * 4) for name in "pq"]
+    samples = [GroupSample(name, ["text"] * 4, [[1]] * 4) for name in "pq"]
     seen = forecast("s", samples, totals)
     assert seen.mean_reward == trained.get("reward", 0.0)
     assert seen.share_with_signal == 1.0 - trained["frac_reward_zero_std"]
