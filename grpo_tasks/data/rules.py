@@ -1,7 +1,7 @@
 """What makes a row bad: the table of all rules with reason code, meaning and fix, and how each is checked.
 
-Rules of the scope `line` are found by jsonl.py, sources.py and records.py, those of a prompt also by judge.py, leaks of a table by
-leaks.py, all others here.
+Rules of the scope `line` are found by jsonl.py, sources.py and records.py, those of a prompt also by judge.py, leaks by leaks.py,
+all others here.
 
 The order of the table is that of cause and effect: a rule stands before those that a row breaks as a consequence. A missing
 prompt or answer breaks no rule about its content: the reason why it is missing has been recorded already.
