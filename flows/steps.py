@@ -124,7 +124,6 @@ def evaluate_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[Guar
 
 
 def _compare_guards(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
-    """Compare the merged model with the champion, or the base, on the prompts of every guard."""
     promotion, found = run.config.promotion, []
     ours, theirs = (evaluate_guards(run, report.label, report.model, data) for report in (final, rival))
     for guard, left, right, rows in zip(promotion.guards, ours, theirs, data, strict=True):

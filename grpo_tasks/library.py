@@ -151,11 +151,8 @@ def train_stage(
 def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *inputs: Any) -> Made:
     """What any step of grpo_tasks/steps makes in a folder, such as one that you have added.
 
-    Args:
-        step: the step, for example `grpo_tasks.steps.validate_data.validate_data`.
-        directory: gets its files.
-        config: the settings; the step reads those that it declares.
-        inputs: its further inputs, in their order.
+    `step` is such as `grpo_tasks.steps.validate_data.validate_data`, `config` has the settings that it declares, and `inputs` are
+    its further inputs, in their order.
     """
     made: Callable[..., Made] = step.made_in
     return made(_folder(directory), config.resources, config, *inputs)

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from schemas.secret import hide
 
@@ -76,10 +76,6 @@ class UserError(Exception):
                 kind = getattr(importlib.import_module(module), fields["type"], None)
         kind = kind if isinstance(kind, type) and issubclass(kind, UserError) else UserError
         return kind(fields["message"], place=fields["place"], fix=fields["fix"])
-
-    def at(self, place: str) -> Self:
-        """The same error with a place, for code that knows the place when the raising code does not."""
-        return type(self)(self.message, place=place, fix=self.fix)
 
 
 class ConfigError(UserError, title="The configuration is invalid", exit_code=2):

@@ -285,7 +285,6 @@ def plan(
 
 
 def _advice(plan: "StagePlan") -> str:
-    """What would make the stage fit."""
     if plan.fitting_tokens and not plan.sampling_fits:
         return "rollout.max_batch_size: a smaller one"
     if plan.fitting_tokens:

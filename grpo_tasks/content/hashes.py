@@ -29,7 +29,7 @@ _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, stamp TEXT N
 
 
 def file_sha256(path: Path, *, remembered: bool = False) -> str:
-    """SHA-256 (hex) of a file's bytes, or with `remembered` those that it had when its timestamps last changed; `OSError`."""
+    """SHA-256 (hex) of a file, or with `remembered` of what it was when its timestamps last changed. Raises OSError."""
     path = path.resolve()
     stamp = _stamp(path) if remembered else None
     if stamp is None:

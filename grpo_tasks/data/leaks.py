@@ -1,10 +1,8 @@
 """Training questions that are also held out, however they are disguised.
 
-    question --normalise_question--> the same key: a leak, its row is quarantined
-             --its parts, counted--> much of the same text and the same numbers: reported with both rows and a share
-
-Compatibility forms, case, marks, punctuation, markup and the spelling of a number (1,500 = 1500.0) are no difference. Operators
-are one: 3 - 4 is not 3 / 4, and (2 + 3) * 4 is not 2 + 3 * 4.
+A row whose question has the same key (`normalise_question`) is a leak and quarantined; one with much of the same text and the
+same numbers is reported. Compatibility forms, case, marks, punctuation, markup and the spelling of a number (1,500 = 1500.0) are
+no difference. Operators are one: 3 - 4 is not 3 / 4, and (2 + 3) * 4 is not 2 + 3 * 4.
 """
 
 import itertools

@@ -1,10 +1,7 @@
 """Raw rows -> the prompt, the ground truth and the prompt_id of each: expressions over a whole column. No row is refused here.
 
-    question or messages --system prompt in front--> prompt        in TRL's standard format: one message of the role PLAIN
-    answer column --answer_pattern, last match--> --normalise_column--> answer     $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7
-    prompt + answer --SHA-256--> prompt_id
-
-What is no number stays as it is.
+A prompt in TRL's standard format is one message of the role PLAIN. An answer is the last match of answer_pattern, and a number is
+written in one way: $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7. What is no number stays as it is.
 """
 
 from collections.abc import Callable

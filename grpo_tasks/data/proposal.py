@@ -97,10 +97,8 @@ class Proposal:
     pattern_meaning: str
     equality: Equality
     columns: list[str]
-    """All columns of the file."""
     rows: int
     refused: int
-    """Rows that the rules refuse."""
     reasons: list[str]
     """The rules that refuse rows, with counts."""
     max_prompt_length: int

@@ -1,11 +1,8 @@
 """One record of a source -> one raw row: question, messages or plain prompt, answers as text, the other columns as JSON.
 
-    {"prompt": [...], "answer": 51.0, "level": 3}  ->  RawRow(messages=[...], answer="51.0", extra='{"level":3}', faults=[])
-
-    what a row asks     data.question (a template), else prompt, else question, else messages, whichever the row has first
-    answer              text and numbers as they are; true and false as in JSON; dates in ISO 8601; a list: several right answers
-
-Checks structure only, and never raises for a bad record: what cannot be represented becomes a fault of the row.
+A row asks by data.question (a template), else prompt, else question, else messages, whichever it has first. Answers are text and
+numbers as they are, true and false as in JSON, dates in ISO 8601, or a list of several right ones. Checks structure only, and
+never raises for a bad record: what cannot be represented becomes a fault of the row.
 """
 
 import math

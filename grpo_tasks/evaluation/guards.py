@@ -95,13 +95,14 @@ def compare_guard(
         )
     values = both["value"].to_numpy(), both["value_theirs"].to_numpy()
     mean, before = float(values[0].mean()), float(values[1].mean())
-    unit = abs(before) if guard.metric == COMPLETION_LENGTH else 1.0
-    # One row per limit: its sign, its size, the p-value of a change in its direction.
-    sides = [(-1.0, guard.max_drop, values[::-1]), (1.0, guard.max_rise, values)]
-    p_values, failed = [], []
-    for sign, limit, (more, less) in sides:
+    unit, of = (abs(before), " of the length") if guard.metric == COMPLETION_LENGTH else (1.0, "")
+    sides = [("drop", -1.0, guard.max_drop, values[::-1]), ("rise", 1.0, guard.max_rise, values)]
+    limits, p_values, failed = [], [], []
+    for what, sign, limit, (more, less) in sides:
         if limit is None:
             continue
+        limits.append(f"a {what} of {limit:g}{of}")
+        # Of a change in this direction.
         p_value = paired_test(more, less, alpha=alpha, metric=guard.metric, against=against).p_value
         beyond = sign * (mean - before) > limit * unit + _ROUNDING
         p_values.append(p_value)
@@ -115,17 +116,11 @@ def compare_guard(
         ours=mean,
         theirs=before,
         change=mean - before,
-        limit=_limits(guard),
+        limit=" and ".join(limits),
         p_value=min(p_values),
         passed=not failed,
         worse=_worst(both, left, right, questions, failed[0]) if failed else [],
     )
-
-
-def _limits(guard: PromotionGuard) -> str:
-    of = " of the length" if guard.metric == COMPLETION_LENGTH else ""
-    limits = (("drop", guard.max_drop), ("rise", guard.max_rise))
-    return " and ".join(f"a {what} of {limit:g}{of}" for what, limit in limits if limit is not None)
 
 
 def _worst(both: pl.DataFrame, left: pl.DataFrame, right: pl.DataFrame, questions: Mapping[str, str], sign: float) -> list[Worse]:

@@ -1,12 +1,10 @@
 """Every reply of a judge on disk, and the limits of all processes that share the folder: verdicts.sqlite.
 
-    verdicts    a row for each reply, with its prompt and cost: the cache, the record and the account
-    sending     a row from before a request until its cost is recorded: the requests in flight
-    paced       when the last request was sent
-
-A sound verdict is found again by its key (frame.py). Malformed replies are kept as a record and never found. Each rank of a stage
-has a judge of its own, and so have the lab and parallel runs; they meet here. Rows of a process that has ended do not count. A
-folder belongs to one machine: where the ranks of a stage are on several, each machine gets its share of the limits.
+`verdicts` has a row for each reply, with its prompt and cost: the cache, the record and the account. `sending` has one from
+before a request until its cost is recorded, and `paced` when the last one was sent. A sound verdict is found again by its key
+(frame.py). Malformed replies are kept as a record and never found. Each rank of a stage has a judge of its own, and so have the
+lab and parallel runs; they meet here. Rows of a process that has ended do not count. A folder belongs to one machine: where the
+ranks of a stage are on several, each machine gets its share of the limits.
 """
 
 import json

@@ -1,14 +1,8 @@
 """The checks of tools and environments: they are played with scripted turns before any training, without a model.
 
-    begins       (a fault) every row that is tried begins a conversation
-    faults       no step hangs, crashes or raises; one that ends its process is a fault
-    determinism  the same turns with the same seed go the same way again (a resume then ends in the same bytes)
-    leak         (a fault) conversations that are played in turns go the same way as one after the other
-    speed        median and 95th percentile of the time of a step
-    ranking      the perfect player earns no less than the one that says nothing
-    length       the perfect player is done within the turns of a conversation
-
 Scripts: the turns of the perfect player, where there are any; nothing at all; and turns that call every tool and say odd things.
+They are played one after the other, once more with the same seed (determinism), and a turn of each after the other (leak).
+`begins` and `leak` are faults.
 """
 
 import math

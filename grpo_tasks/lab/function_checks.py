@@ -1,12 +1,7 @@
 """The checks of one reward function: it scores every probe, and must keep what any function has to keep.
 
-contract     (a fault) returns a finite number or None per completion, within its time limit
-applies      scores some completion
-same_score   does not score everything alike
-determinism  scores the same completions the same again, also in another order
-speed        is fast for completions of ordinary length, and for texts of a million characters
-gaming       pays nothing gamed more than the perfect completion
-gold         (the built-in correctness only) gives the ground truth of every row the full score
+A broken contract (no finite number or None per completion, within the time limit) is a fault, and then nothing else is checked.
+`gold` is for the built-in correctness: the ground truth of every row gets the full score.
 """
 
 import re

@@ -1,13 +1,8 @@
 """The checks of a judge, before any training: does it agree with people, and what sways it?
 
-gold pairs (question, better, worse)
-  agreement    share of pairs on which it prefers the better one; a tie counts half
-  order_bias   share of pairs whose verdict changes with the order (mode pairwise)
-  length_bias  share of pairs whose worse completion earns more once empty talk is added to it
-  cost         of a completion, from the requests of the trial
-
-A judge costs money, so it scores fewer probes than a function of code, and neither its determinism nor its speed is checked: its
-verdicts are cached, and its time is the endpoint's.
+It is asked about gold pairs (question, better, worse), in mode pairwise in both orders, and about the worse one with empty talk
+added to it; a tie counts half. A judge costs money, so it scores fewer probes than a function of code, and neither its
+determinism nor its speed is checked: its verdicts are cached, and its time is the endpoint's.
 """
 
 from collections.abc import Iterator, Sequence

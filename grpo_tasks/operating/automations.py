@@ -1,12 +1,7 @@
 """`python -m grpo_tasks.operating.automations`: what the Prefect server does by itself when something happens to a run.
 
-    a run fails or crashes, a guard fires, the champion changes,
-    a version waits for approval, and still does after a day      ->  a notification, if there is a block `grpo-notify`
-    a scheduled deployment fails three times within a week        ->  its schedules are paused
-    a run sends no sign of life for ten minutes                   ->  it becomes Crashed
-
 `grpo up` creates them after the deployments. Repeating the command updates them; what a user switched off stays switched off.
-Without the block nothing leaves the server: the event feed alone shows what happened.
+Without a block `grpo-notify` nobody is notified and nothing leaves the server: the event feed alone shows what happened.
 """
 
 from datetime import timedelta

@@ -1,11 +1,9 @@
 """The memory that a stage needs on a GPU, by calculation: what stands all the time, then the larger of sampling and an update.
 
-    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server on the card
-    sampling    keys and values of all rows that are decoded at once, and their logits
-    update      one forward and backward pass, counted on the meta device at the longest prompts and completions
-
-Bytes of a pass grow with its tokens and else depend on little, so two counted passes give the size of every other one. Nothing
-here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
+Sampling holds the keys and values of all rows that are decoded at once, and their logits. An update is one forward and backward
+pass, counted on the meta device at the longest prompts and completions. Bytes of a pass grow with its tokens and else depend on
+little, so two counted passes give the size of every other one. Nothing here has been measured on a GPU: RESERVE stands for what a
+calculation cannot see.
 """
 
 from collections.abc import Mapping, Sequence

@@ -115,10 +115,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             merged = None
             shutil.rmtree(target, ignore_errors=True)
             model.generation_config = generation_of(model, tokenizer, spec.sampling)
-            precision = getattr(torch, dtype)
-            saved = _weights(model, precision)
-            model.to(precision).save_pretrained(str(target))
-            tokenizer.save_pretrained(str(target))
+            saved = _save(model, tokenizer, target, dtype=dtype)
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model
             gc.collect()  # modules refer to each other in cycles
@@ -294,5 +291,13 @@ def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerpri
 
 
 def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, _Fingerprint]:
-    # Each weight after rounding, as it must be in the files. Tied weights have both names, as there.
+    # Each weight after rounding. Tied weights have both names, as in their files.
     return {name: _Fingerprint.of(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
+    # Returns each weight as it must be in the files.
+    weights = _weights(model, getattr(torch, dtype))
+    model.to(getattr(torch, dtype)).save_pretrained(str(target))
+    tokenizer.save_pretrained(str(target))
+    return weights

@@ -2,9 +2,8 @@
 
     W + s1 B1 A1 + s2 B2 A2  =  W + [s1 B1, s2 B2] [A1; A2]          the rank is the sum of the ranks
 
-The scales are folded into B, so the stack has scale 1. The proof loads the stack with peft over the first base and compares it
-with the policy that was trained last: the last adapter over the model that it was trained on. With several adapters the two
-differ by the rounding of the merges in between.
+The proof loads the stack with peft over the first base and compares it with the policy that was trained last: the last adapter
+over the model that it was trained on. With several adapters the two differ by the rounding of the merges in between.
 """
 
 import gc

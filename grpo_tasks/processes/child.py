@@ -2,13 +2,9 @@
 
     run_module (here)  ->  python -m MODULE DIRECTORY, forked by fork_server.py  ->  run_child (there)
 
-Both sides know only the files in DIRECTORY:
-
-    spec.json    in: what to do
-    result.json  out: what came of it, in addition to the files that the step makes
-    error.json   out, instead of a result: the error that the user is shown
-    notices.txt  out, while it works: what the user should know, a line each
-    log.txt      out: everything that it prints
+Both sides know only the files in DIRECTORY: spec.json (what to do), result.json (what came of it, besides the files that the step
+makes) or error.json (the error that the user is shown), notices.txt (what the user should know meanwhile, a line each) and
+log.txt (everything that it prints).
 """
 
 import contextlib

@@ -199,7 +199,7 @@ class ContractError(Exception):
 def check_result(
     result: Any, lengths: Sequence[int], turns: Sequence[Sequence[tuple[int, int]]] = ()
 ) -> tuple[list[float | None], dict[int, list[float]]]:
-    """N scores, and those of single tokens by index of the completion, of what a function returned; `ContractError`.
+    """N scores, and those of single tokens by index of the completion, of what a function returned; raises ContractError.
 
     `lengths` has the number of tokens of each of the N completions, `turns` for each the first token of each turn of the policy
     and the one behind its last. Empty: they are one turn.

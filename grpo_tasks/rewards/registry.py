@@ -5,9 +5,8 @@
     package.module:Class            made with the params, then called: its instance is the reward
     package.module:factory          called with the params: the function that it returns is the reward
 
-The working directory and the folder of the config file are searched after the installed packages. A class is recognised as such,
-a factory by taking none of the arguments of a call. Otherwise params are arguments of the call, and override columns of the same
-name. A function without **kwargs receives only what it names.
+A class is recognised as such, a factory by taking none of the arguments of a call. Otherwise params are arguments of the call,
+and override columns of the same name. A function without **kwargs receives only what it names.
 """
 
 import difflib

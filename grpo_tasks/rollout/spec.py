@@ -34,7 +34,6 @@ class SampleSpec(Result):
     """Largest number of rows. Those with the smallest prompt ids are taken; ids are hashes, so this is a fixed random choice.
     None takes all."""
     num_samples: int
-    """Samples per row."""
     first_sample: int = 0
     """Number of the first sample. Seeds follow the number, so samples 2 to 7 are the same alone and with samples 0 and 1."""
     only: list[str] | None = None

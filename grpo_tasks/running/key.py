@@ -4,9 +4,9 @@ Prefect's TASK_SOURCE policy hashes only the lines of the task itself. The logic
 back the old result. Here every module counts that the step's file imports, or names in a string because it is started in a
 process of its own, and every module that these reach; without comments and docstrings.
 
-    counts by its content    data files, tables of rows, model folders, the user's own reward modules, outputs of earlier steps
-    counts by its JSON       everything else in the inputs
-    does not count           where a file lies, when or how fast a step ran, machine settings (they are no inputs), MACHINERY
+Data files, tables of rows, model folders, the user's own reward modules and outputs of earlier steps count by their content,
+everything else in the inputs by its JSON. It does not count where a file lies, when or how fast a step ran, machine settings
+(they are no inputs), or MACHINERY.
 """
 
 import ast

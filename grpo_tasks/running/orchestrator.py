@@ -1,10 +1,8 @@
 """What a step tells Prefect, and what happens instead when no flow surrounds it.
 
-    inside a flow      Prefect's run logger, artifacts, task states and retries
-    outside of a flow  the standard logger `grpo`; nobody can look at an artifact, so there is none
-
-A command for one step runs without a flow when no server is configured, because Prefect's import and its temporary server take
-longer than the step. So nothing here imports Prefect before a flow has done so.
+Outside of a flow, the logger is the standard one `grpo`, and there are no artifacts, because nobody can look at them. A command
+for one step runs so when no server is configured, because Prefect's import and its temporary server take longer than the step. So
+nothing here imports Prefect before a flow has done so.
 """
 
 import logging

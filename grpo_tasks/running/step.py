@@ -80,7 +80,6 @@ class Work:
     key: str
     """Content key of the step (SHA-256, hex)."""
     directory: Path
-    """Folder of the step."""
     run: Any
     """The `Run`. Not typed as such, because Prefect builds a schema from the types of parameters."""
 

@@ -1,9 +1,8 @@
 """How a run is described: every field of its configuration as a parameter, its environment as tags and environment.json.
 
-    stages: [{learning_rate: 1e-3, rewards: [a, b]}]   ->   stages.0.learning_rate = 0.001, stages.0.rewards = ["a", "b"]
-
-No field is dropped and no value is cut: MLflow takes 6,000 characters, so a longer text is split over `KEY.part1`, `KEY.part2`
-..., and `KEY` holds its length and SHA-256. A `?` in a key that a user chose becomes `_x3F_`. Imports no mlflow.
+A field has its dotted name, such as stages.0.learning_rate. None is dropped and no value is cut: MLflow takes 6,000 characters,
+so a longer text is split over `KEY.part1`, `KEY.part2` ..., and `KEY` holds its length and SHA-256. A `?` in a key that a user
+chose becomes `_x3F_`. Imports no mlflow.
 """
 
 import hashlib
