@@ -14,6 +14,7 @@ and for tens of thousands of prompts 9,999 random assignments replace the count.
 """
 
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 import polars as pl
@@ -41,21 +42,14 @@ def mean_interval(values: FloatArray, *, confidence: float) -> Interval:
     mean = float(values.mean())
     if np.ptp(values) == 0.0:
         return Interval(value=mean, low=mean, high=mean)
-    # Imported here, as below, because it takes most of a second, which commands that compute nothing should not spend.
-    from scipy import stats
-
-    # The seed is fixed: the same table always gives the same interval.
-    found = stats.bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=_BOOTSTRAPS,
-        batch=_BATCH,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(_SEED),
-    ).confidence_interval
+    # scipy.stats has this too, and takes most of a second to import. The seed is fixed: the same table always gives the same
+    # interval.
+    rng, tail = np.random.default_rng(_SEED), 50.0 * (1.0 - confidence)
+    batches = range(0, _BOOTSTRAPS, _BATCH)
+    means = np.concatenate([values[rng.integers(0, values.size, (_BATCH, values.size))].mean(axis=-1) for _ in batches])
+    low, high = np.percentile(means, [tail, 100.0 - tail])
     # With very skewed data, rounding can put a percentile on the wrong side of the mean.
-    return Interval(value=mean, low=min(float(found.low), mean), high=max(float(found.high), mean))
+    return Interval(value=mean, low=min(float(low), mean), high=max(float(high), mean))
 
 
 def rate_interval(values: FloatArray, *, confidence: float) -> Interval:
@@ -73,9 +67,7 @@ def rate_interval(values: FloatArray, *, confidence: float) -> Interval:
 
 def wilson_interval(rate: float, num_trials: int, confidence: float) -> tuple[float, float]:
     """Wilson's score interval of a rate in independent trials: at 0 of 8 it is 0 to 0.32, at 8 of 8 it is 0.68 to 1."""
-    from scipy import stats
-
-    z2 = float(stats.norm.ppf(0.5 + confidence / 2.0)) ** 2
+    z2 = NormalDist().inv_cdf(0.5 + confidence / 2.0) ** 2
     centre = (rate + z2 / (2 * num_trials)) / (1 + z2 / num_trials)
     half = np.sqrt(z2 * rate * (1 - rate) / num_trials + z2**2 / (4 * num_trials**2)) / (1 + z2 / num_trials)
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
@@ -204,14 +196,20 @@ def _all_flips(steps: NDArray[np.int64]) -> float:
     The total T of the steps with a positive sign determines the sum, which is 2 T minus a constant. For steps of one size, T /
     size is binomial with probability 1/2; the distribution over all sizes is the convolution of these.
     """
-    from scipy import stats
-
     chance = np.ones(1)
     for size, count in zip(*np.unique(np.abs(steps[steps != 0]), return_counts=True), strict=True):
         spread = np.zeros(size * count + 1)  # index: total of the positive steps of this size
-        spread[::size] = stats.binom.pmf(np.arange(count + 1), count, 0.5)
+        spread[::size] = _binomial(int(count))
         chance = np.convolve(chance, spread)
     return float(min(1.0, chance[steps[steps > 0].sum() :].sum()))
+
+
+def _binomial(count: int) -> list[float]:
+    """Chance of each number of heads among so many tosses of a coin, each rounded once."""
+    chosen = [1]
+    for heads in range(count):
+        chosen.append(chosen[-1] * (count - heads) // (heads + 1))
+    return [ways / (1 << count) for ways in chosen]
 
 
 def _random_flips(difference: FloatArray) -> float:
@@ -220,6 +218,7 @@ def _random_flips(difference: FloatArray) -> float:
     if nonzero.size == 1:
         # scipy requires two values. One value has two sign assignments; both reach a negative sum, one reaches a positive one.
         return 0.5 if nonzero[0] > 0 else 1.0
+    # Imported here because it takes most of a second, which other commands should not spend.
     from scipy import stats
 
     found = stats.permutation_test(
