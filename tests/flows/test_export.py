@@ -21,8 +21,8 @@ QUESTION = "What is 15 + 27?"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = Place(tmp_path_factory.mktemp("exported"))
+def place(tmp_path_factory, prefect_api):
+    place = Place(tmp_path_factory.mktemp("exported"), prefect_api)
     place.write("small.yaml", yaml.safe_dump(SMALL | {"model": {"merged_dtype": "float32"}}))
     place.grpo("run", "small.yaml")
     place.client.set_registered_model_alias("small", "champion", "1")
