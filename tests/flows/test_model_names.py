@@ -72,13 +72,6 @@ def test_every_command_takes_every_name_of_a_model(done, command, name):
     assert COMMANDS[command][1] in output
 
 
-def test_a_pipeline_continues_from_a_registered_model_by_one_setting(place):
-    output = place.grpo("run", "small.yaml", "--set", "model.path=small@champion", "--set", "name=second")
-    assert "second version 1" in output
-    [run] = [run for run in place.runs("second") if "mlflow.parentRunId" not in run.data.tags]
-    assert run.info.status == "FINISHED"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_download_is_a_model_folder_of_files(done, place, name):
     folder = place.root / f"copy-{MODELS.index(name)}"
