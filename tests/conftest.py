@@ -78,6 +78,15 @@ def prompts(tokenizer):
     return [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]
 
 
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory):
+    """Address of a Prefect server that all tests share, because starting one takes ten seconds."""
+    from tests.flows.place import prefect_server
+
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
+        yield api
+
+
 def pytest_configure(config):
     # A process of `-n 2` runs tests of every room, so it needs them anyway; a single file may not.
     if hasattr(config, "workerinput"):

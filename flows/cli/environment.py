@@ -149,7 +149,6 @@ def _names_server() -> bool:
 def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()
-    from flows.temporary_server import check_database, lock_temporary_server
     from grpo_tasks.running.prefect_server import configured_server
 
     server = configured_server()
@@ -157,6 +156,9 @@ def prepare_flow() -> None:
         # The long retries are for a server that disappears during a run, not for one that was never there.
         server.count_runs()
         return
+    from flows.locked_server import check_database
+    from flows.temporary_server import lock_temporary_server
+
     check_database()
     if os.environ[RETRIES] == MANY:
         # Nobody restarts a temporary server, so there is no point in waiting long for it.

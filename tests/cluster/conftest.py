@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import prefect_api  # noqa: F401 - a fixture
 from tests.grpo.conftest import stages  # noqa: F401 - a fixture
 
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")

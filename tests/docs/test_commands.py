@@ -56,11 +56,11 @@ ELSEWHERE = {
     "grpo up --workers 2": (SERVERS, '"--workers", "2"'),
     "grpo down": (SERVERS, 'grpo("down"'),
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
-    "grpo rewards config.yaml": (COMMAND_LINE, 'grpo("rewards"'),
+    "grpo rewards config.yaml": (COMMAND_LINE, '"rewards": ["rewards", config]'),
     "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty.py", 'grpo("difficulty"'),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
     "grpo run config.yaml --set model.path=grpo-demo@champion": (
-        NAMES,
+        "tests/flows/test_export.py",
         '"run", "small.yaml", "--set", "model.path=small@champion"',
     ),
     "grpo train config.yaml --stage correctness --from grpo-demo@champion": (NAMES, '"train", "small.yaml", "--from"'),

@@ -3,14 +3,7 @@
 import pytest
 import yaml
 
-from tests.flows.place import SMALL, Place, prefect_server
-
-
-@pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory):
-    """Address of a Prefect server that all tests here share."""
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
-        yield api
+from tests.flows.place import SMALL, Place
 
 
 @pytest.fixture

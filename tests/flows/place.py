@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from grpo_tasks.operating.commands import mlflow_command, prefect_command, prefect_environment
@@ -17,6 +18,7 @@ from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
+DONE = "\nDONE WITH ALL CALLS\n"
 
 
 @contextmanager
@@ -130,12 +132,13 @@ class Place:
             text=True,
         )
 
-    def start_python(self, module, *arguments, **variables):
+    def start_python(self, module, *arguments, stdin=None, **variables):
         """Start a module of the tests, as `python -m`, in this folder."""
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=self.root,
             env=self.environment | {"PYTHONPATH": str(ROOT)} | variables,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -146,6 +149,16 @@ class Place:
         output, _ = process.communicate(timeout=timeout)
         assert process.returncode == expect, output[-6000:]
         return output
+
+    def grpo_in_one(self, calls, **variables):
+        """Exit code and output of each call, by its label. One process for all: starting one takes seconds.
+
+        An argument with a star stands for the one path that it fits.
+        """
+        process = self.start_python("tests.flows.place", stdin=subprocess.PIPE, **variables)
+        output, _ = process.communicate(json.dumps({label: [*map(str, call)] for label, call in calls.items()}))
+        assert DONE in output, output[-6000:]
+        return json.loads(output.rpartition(DONE)[2])
 
     @property
     def client(self):
@@ -196,3 +209,26 @@ SMALL = {
     "resources": {"num_threads": 1},
 }
 """A complete pipeline in seconds: too short to learn anything, but it goes through every step."""
+
+
+def answer_calls():
+    """`grpo` once for each call on the standard input, in this process."""
+    import logging
+
+    from typer.testing import CliRunner
+
+    from flows.cli.main import app
+
+    # Each call has a stderr of its own; the log of the first one is closed afterwards.
+    logging.raiseExceptions = False
+    done = {}
+    for label, call in json.load(sys.stdin).items():
+        arguments = [*chain.from_iterable(map(str, Path().glob(word)) if "*" in word else [word] for word in call)]
+        result = CliRunner().invoke(app, arguments)
+        error = "" if isinstance(result.exception, SystemExit | None) else repr(result.exception)
+        done[label] = [result.exit_code, result.output + error]
+    print(DONE + json.dumps(done))
+
+
+if __name__ == "__main__":
+    answer_calls()

@@ -1,11 +1,14 @@
-"""Tasks of every kind run from a file to a promoted champion, and the comparison page shows their figures."""
+"""Tasks of two kinds run from a file to a promoted champion, and the comparison page shows their figures.
+
+Of a JSON format and of rewards alone the examples json-task and style-task say the same (tests/examples).
+"""
 
 import json
 
 import pytest
 import yaml
 
-from tests.flows.place import Place, prefect_server
+from tests.flows.place import Place
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("examples"), pytest.mark.timeout(1800)]
 
@@ -31,18 +34,6 @@ OWN = {
 }
 
 TASKS = {
-    "json": {
-        "rows": SUMS,
-        "completion": {"format": "json", "required": ["answer"], "answer_key": "answer"},
-        "rewards": ["format", "correctness", "brief"],
-        "figures": ["reward", "accuracy", "format_rate"],
-    },
-    "style": {
-        "rows": [{"question": f"Write about the number {number}."} for number in range(60)],
-        "completion": {"format": "none"},
-        "rewards": ["brief"],
-        "figures": ["reward"],
-    },
     "plain": {
         "rows": [{"prompt": f"{left} + {right} =", "answer": str(left + right)} for left in range(10, 20) for right in range(6)],
         "completion": {"format": "regex", "pattern": "([0-9]+)"},
@@ -93,12 +84,6 @@ def config_of(name, task):
     }
 
 
-@pytest.fixture(scope="module")
-def prefect_api(tmp_path_factory):
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
-        yield api
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_of_any_kind_ends_in_a_promoted_champion(name, tmp_path, prefect_api):
     task, place = TASKS[name], Place(tmp_path, prefect_api)
@@ -114,4 +99,3 @@ def test_a_task_of_any_kind_ends_in_a_promoted_champion(name, tmp_path, prefect_
     for figure in task["figures"]:
         assert any(figure in key for key in run.data.metrics), figure
         assert figure in page
-    assert any("accuracy" in key for key in run.data.metrics) == ("accuracy" in " ".join(task["figures"]))

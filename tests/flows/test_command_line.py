@@ -216,7 +216,6 @@ def test_trace_follows_one_row_from_its_line_to_the_merged_models_samples(place,
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
     rows = ['{"question": "What is 1 + 1?", "answer": "2"}'] * 3 + ['{"question": "", "answer": "2"}', '{"question": "half']
     place.write("bad.jsonl", "\n".join(rows))
@@ -255,7 +254,10 @@ def brief(prompts, completions, completion_ids, answer, **kwargs):
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory, prefect_api):
-    """A folder in which each command was called once, with a custom reward; returns what each printed."""
+    """A folder in which each command was called once, with a custom reward; returns what each printed.
+
+    `validate` has a process of its own, as every command has in a shell; the others share one.
+    """
     place = Place(tmp_path_factory.mktemp("worked"), prefect_api)
     place.write("mine.py", MINE)
     stages = [SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}]
@@ -263,10 +265,17 @@ def worked(tmp_path_factory, prefect_api):
     config = place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": stages, "rewards": {"functions": functions}}))
     shown = {"validate": place.grpo("validate", config)}
     place.written = place.client.download_artifacts(place.parent("small").info.run_id, "config.yaml", str(place.root))
-    shown |= {"rewards": place.grpo("rewards", config), "run": place.grpo("run", config)}
-    [place.adapter] = place.root.glob("runs/small/train_stage/format-*/final")
-    shown["evaluate"] = place.grpo("evaluate", place.adapter, config)
-    shown["merge"] = place.grpo("merge", place.adapter, config, "--into", "merged")
+    adapter = "runs/small/train_stage/format-*/final"
+    calls = {
+        "rewards": ["rewards", config],
+        "run": ["run", config],
+        "evaluate": ["evaluate", adapter, config],
+        "merge": ["merge", adapter, config, "--into", "merged"],
+    }
+    for command, (code, output) in place.grpo_in_one(calls).items():
+        assert code == 0, output
+        shown[command] = output
+    [place.adapter] = place.root.glob(adapter)
     return place, shown
 
 

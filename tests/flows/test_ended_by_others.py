@@ -1,7 +1,9 @@
-"""Ten ways in which others end a run, at five moments: it stops, publishes nothing, and Prefect and MLflow say the same."""
+"""Six ways in which a server ends a run, at five moments: it stops, publishes nothing, and Prefect and MLflow say the same.
+
+Signals and `prefect flow-run cancel` are in test_ends.py.
+"""
 
 import signal
-import subprocess
 import threading
 import time
 from urllib.error import HTTPError
@@ -16,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import ends
 from schemas.errors import EndedByOthers
-from tests.flows.place import BIN, SMALL, Place, ask, end_group, started_mlflow, wait_for_step
+from tests.flows.place import SMALL, Place, ask, end_group, started_mlflow, wait_for_step
 from tests.flows.test_servers_away import Between
 from tests.ports import free_ports
 
@@ -29,10 +31,6 @@ def set_state(api, run, kind, name=None):
 
 
 ENDS = {
-    "ctrl-c": (lambda run: run.process.send_signal(signal.SIGINT), "CRASHED", "KILLED"),
-    "sigterm": (lambda run: run.process.send_signal(signal.SIGTERM), "CRASHED", "KILLED"),
-    "sighup": (lambda run: run.process.send_signal(signal.SIGHUP), "CRASHED", "KILLED"),
-    "cancel": (lambda run: run.prefect("flow-run", "cancel", run.flow_run), "CANCELLED", "KILLED"),
     "cancelled": (lambda run: set_state(run.api, run.flow_run, "CANCELLED"), "CANCELLED", "KILLED"),
     "failed": (lambda run: set_state(run.api, run.flow_run, "FAILED"), "FAILED", "FAILED"),
     "crashed": (lambda run: set_state(run.api, run.flow_run, "CRASHED"), "CRASHED", "KILLED"),
@@ -84,9 +82,6 @@ class Run:
 
     def _updates(self):
         return max(len(path.read_text().splitlines()) for path in self.place.root.glob("runs/small/train_stage/*/metrics.jsonl"))
-
-    def prefect(self, *arguments):
-        subprocess.run([BIN / "prefect", *arguments], env=self.place.environment, check=True)
 
     @property
     def client(self):

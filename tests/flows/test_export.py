@@ -21,12 +21,12 @@ QUESTION = "What is 15 + 27?"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = Place(tmp_path_factory.mktemp("exported"))
+def place(tmp_path_factory, prefect_api):
+    place = Place(tmp_path_factory.mktemp("exported"), prefect_api)
     place.write("small.yaml", yaml.safe_dump(SMALL | {"model": {"merged_dtype": "float32"}}))
     place.grpo("run", "small.yaml")
     place.client.set_registered_model_alias("small", "champion", "1")
-    place.grpo("run", "small.yaml", "--set", "model.path=small@champion", "--set", "name=second")
+    place.continued = place.grpo("run", "small.yaml", "--set", "model.path=small@champion", "--set", "name=second")
     place.grpo("run", "small.yaml", "--set", "model.lora=null", "--set", "name=full")
     place.grpo("export", "second/1", "adapter")
     place.grpo("download", "second/1", "merged")
@@ -43,6 +43,11 @@ def prompt(place):
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
+
+
+def test_a_pipeline_continues_from_a_registered_model_by_one_setting(place):
+    assert "second version 1" in place.continued
+    assert place.parent("second").info.status == "FINISHED"
 
 
 def test_peft_loads_the_adapter_over_the_original_base(place):

@@ -1,4 +1,4 @@
-"""The real data through validation, lab, twenty updates, merge and publication (with the embedded model and tokenizer)."""
+"""The real data through validation, lab, four updates, merge and publication (with the embedded model and tokenizer)."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def config(real_data, place):
     for side, name in (("train", "train"), ("eval", "test")):
         data[side] = [{"path": str(real_data / "gsm8k" / f"{name}.jsonl")}]
     stages = [
-        stage | {"max_steps": 10, "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+        stage | {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
                  "optim": "adamw_torch", "early_stop": None, "learning_rate": 1e-4}
         for stage in preset["stages"]
     ]  # fmt: skip
@@ -31,8 +31,8 @@ def config(real_data, place):
         "validation": {"max_prompt_length": 1500},
         "rollout": {"max_completion_length": 64},
         "stages": stages,
-        "evaluation": {"max_prompts": 32, "num_samples": 2, "stages": False},
-        "lab": {"num_rows": 16, "num_prompts": 16},
+        "evaluation": {"max_prompts": 8, "num_samples": 2, "stages": False},
+        "lab": {"num_rows": 16, "num_prompts": 4},
     }
     return place.write("gsm8k.yaml", yaml.safe_dump(tree))
 

@@ -9,12 +9,14 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import yaml
 
 from grpo_tasks.content.hashes import find_changes, folder_sha256
+from grpo_tasks.running.step import REBUILT, RESULT
 from schemas.results.base import OutputFile
 from tests.flows.place import SMALL, Place
 
@@ -62,14 +64,17 @@ KINDS = (
 )
 
 
-def finished_run(place: Place) -> None:
-    """A run whose model is champion, evaluated from the registry."""
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, prefect_api) -> Place:
+    """With a run whose model is champion, evaluated from the registry."""
+    place = Place(tmp_path_factory.mktemp("planted"), prefect_api)
     place.write("small.yaml", yaml.safe_dump(CONFIG))
     place.grpo(*RUN)
     place.client.set_registered_model_alias("small", "champion", "1")
     place.grpo(*EVALUATE)
     # The decision is another one now, and with it the report.
     place.grpo(*RUN)
+    return place
 
 
 def plant(place: Place, kinds: tuple[Kind, ...], number: int) -> dict[str, list[str]]:
@@ -134,39 +139,33 @@ def _download(place: Place, number: int) -> list[str]:
 
 
 def rounds():
-    """Kinds that one run meets together: of each step's files one a round, so that no damage hides another."""
-    waiting = [kind for kind in KINDS if kind.command == RUN]
-    while waiting:
-        steps, now = set(), []
-        for kind in waiting:
-            step = kind.pattern.split("/")[2]
-            if step not in steps:
-                steps.add(step)
-                now.append(kind)
-        waiting = [kind for kind in waiting if kind not in now]
-        yield tuple(now)
+    """Kinds that one run meets together: of each step those with the same remedy, so that no damage hides another."""
+    steps = {}
+    for kind in KINDS:
+        if kind.command == RUN:
+            _, _, step, _, file = kind.pattern.split("/", 4)
+            remedy = RESULT if file == RESULT else file.split("/")[0] in REBUILT
+            steps.setdefault(step, {}).setdefault(remedy, []).append(kind)
+    for met in zip_longest(*([*remedies.values()] for remedies in steps.values()), fillvalue=[]):
+        yield tuple(kind for kinds in met for kind in kinds)
     yield from ((kind,) for kind in KINDS if kind.command in (EVALUATE, DOWNLOAD))
 
 
-def test_a_flipped_byte_is_repaired_or_refused_with_its_file(tmp_path_factory, prefect_api):
-    place = Place(tmp_path_factory.mktemp("planted"), prefect_api)
-    finished_run(place)
-    wrong = {name: found for number, kinds in enumerate(rounds()) for name, found in plant(place, kinds, number).items()}
-    assert len(wrong) == len(KINDS)
-    assert {name: found for name, found in wrong.items() if found} == {}
-
-
-def test_another_adapter_in_the_same_folder_is_evaluated_again(tmp_path_factory, prefect_api):
-    place = Place(tmp_path_factory.mktemp("evaluated"), prefect_api)
-    finished_run(place)
+def test_another_adapter_in_the_same_folder_is_evaluated_again(place):
     [first] = place.root.glob("runs/small/train_stage/*/final")
     adapter = place.root / "ad"
     shutil.copytree(first, adapter)
     shown = place.grpo("evaluate", "ad", "small.yaml")
     assert "unchanged, skipped" in place.grpo("evaluate", "ad", "small.yaml")
-    place.grpo(*RUN, "--set", "stages.0.learning_rate=0.05", "--set", "name=other")
+    place.grpo("train", "small.yaml", "--set", "stages.0.learning_rate=0.05", "--set", "name=other")
     [second] = place.root.glob("runs/other/train_stage/*/final")
     shutil.copytree(second, adapter, dirs_exist_ok=True)
     again = place.grpo("evaluate", "ad", "small.yaml")
     assert re.search(r"evaluate_model-model: done in", again)
     assert again.split("held-out prompts")[0][-600:] != shown.split("held-out prompts")[0][-600:]
+
+
+def test_a_flipped_byte_is_repaired_or_refused_with_its_file(place):
+    wrong = {name: found for number, kinds in enumerate(rounds()) for name, found in plant(place, kinds, number).items()}
+    assert len(wrong) == len(KINDS)
+    assert {name: found for name, found in wrong.items() if found} == {}

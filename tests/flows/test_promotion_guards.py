@@ -6,10 +6,11 @@ import pytest
 import yaml
 
 from tests.flows.place import Place
-from tests.flows.test_any_task import REWARDS, TASKS, config_of
+from tests.flows.test_any_task import REWARDS, config_of
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("examples"), pytest.mark.timeout(1200)]
 
+TASK = {"completion": {"format": "none"}, "rewards": ["brief"]}
 KEEPS = {"name": "polite", "data": [{"path": "guard.jsonl"}], "metric": "lacks", "phrases": ["zzzz qqqq"], "max_drop": 0.0}
 REFUSES = {
     "name": "chatty",
@@ -28,12 +29,12 @@ def wordy(prompts, completions, **columns):
 
 
 @pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    made.write("rows.jsonl", "\n".join(map(json.dumps, TASKS["style"]["rows"])))
+def place(tmp_path, prefect_api):
+    made = Place(tmp_path, prefect_api)
+    made.write("rows.jsonl", "\n".join(json.dumps({"question": f"Write about the number {n}."}) for n in range(60)))
     made.write("guard.jsonl", "\n".join(json.dumps({"question": f"Tell me about {n}."}) for n in range(12)))
     made.write("my_rewards.py", REWARDS + WORDY)
-    config = config_of("style", TASKS["style"])
+    config = config_of("style", TASK)
     config["promotion"]["guards"] = [KEEPS, REFUSES]
     made.write("refused.yaml", yaml.safe_dump(config))
     config["promotion"]["guards"] = [KEEPS]

@@ -1,6 +1,6 @@
-"""Environments of the package verifiers go through the lab, five updates and an evaluation as they are.
+"""Environments of the package verifiers go through the lab, three updates and an evaluation as they are.
 
-Three are generators of reasoning_gym in the class that verifiers has for them; both packages come from the index. Three are
+Two are generators of reasoning_gym in the class that verifiers has for them; both packages come from the index. Three are
 written here as packages of that kind are: a module with `load_environment`, its classes, and nothing of this project. Only their
 data is made here. Skipped where the packages are not installed.
 """
@@ -86,7 +86,7 @@ def load_environment(num: int = 40) -> vf.Environment:
 KINDS = {"single": SINGLE, "multi": MULTI, "tool": TOOL}
 GYM = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-GYMS = {"countdown": "countdown", "gcd": "gcd", "mixed": [{"name": "chain_sum", "weight": 1, "config": SUM}, "spell_backward"]}
+GYMS = {"countdown": "countdown", "mixed": [{"name": "chain_sum", "weight": 1, "config": SUM}, "spell_backward"]}
 """Generators of reasoning_gym, as the argument `gym` of its environment takes them."""
 ADAPTER = "grpo_tasks.environments.verifiers_adapter:VerifiersEnvironment"
 CONFIG = SMALL | {
@@ -96,7 +96,7 @@ CONFIG = SMALL | {
     "rollout": {"max_completion_length": 24},
     "validation": {"max_prompt_length": 1000},
     "promotion": {"metric": "reward"},
-    "stages": [SMALL["stages"][0] | {"name": "played", "rewards": ["environment"], "max_steps": 5}],
+    "stages": [SMALL["stages"][0] | {"name": "played", "rewards": ["environment"], "max_steps": 3}],
 }
 
 
@@ -135,7 +135,7 @@ def test_an_environment_of_verifiers_goes_through_a_whole_run(ready, kind):
     place.grpo("run", "small.yaml")
     (stage,) = (place.root / "runs" / "small" / "train_stage").iterdir()
     lines = [json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 3
     assert {line["conversations/errors"] for line in lines} == {0.0}
     if kind in KINDS:
         assert any(line["reward_std"] > 0 for line in lines)

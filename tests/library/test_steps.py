@@ -60,6 +60,7 @@ def worked(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.ci
+@pytest.mark.xdist_group("library")
 def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
     folder, (rows, steps, brief, prompts, answers) = worked
     assert (rows, steps, prompts) == (50, 2, 16)
@@ -71,6 +72,7 @@ def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
 
 @pytest.mark.long
 @pytest.mark.ci
+@pytest.mark.xdist_group("library")
 def test_another_model_or_reward_is_another_stage(worked, tmp_path):
     folder, _ = worked
     config = load_config("demo", SETTINGS)

@@ -1,5 +1,6 @@
 """promotion.approval: manual, in a worker: the run suspends, a person decides in the form, and nothing is computed twice."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -23,6 +24,21 @@ PROMOTED = {
 }
 
 
+@pytest.fixture(scope="module")
+def asked(operated):
+    """Makes the config of a run that comes to its question at once: its steps until then are those of one run."""
+    source = operated.config("trained", **PROMOTED)
+    operated.wait(operated.trigger("preset", source=source, overrides=["promotion.approval=none"])["id"], "COMPLETED")
+    runs = operated.root / "runs"
+
+    def config(name, **changes):
+        for step in ("prepare_data", "validate_data", "probe_rewards", "evaluate_model", "train_stage", "merge_adapter"):
+            shutil.copytree(runs / "trained" / step, runs / name / step)
+        return operated.config(name, **PROMOTED | changes)
+
+    return config
+
+
 def suspended(operated, run):
     def is_paused():
         state = operated.ask(f"/flow_runs/{run['id']}")["state_type"]
@@ -39,11 +55,9 @@ def resume(operated, run, **form):
     return operated.wait(run["id"], "COMPLETED")
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, fresh):
-    name = f"asked-{fresh}".lower()
-    source = operated.config(name, **PROMOTED)
-    run = operated.trigger("preset", source=source, fresh=fresh)
+def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, asked):
+    name = "asked"
+    run = operated.trigger("preset", source=asked(name))
     waiting = suspended(operated, run)
     assert waiting["state"]["message"].startswith("v1 waits for approval: format rate ")
     [described] = operated.ask(f"/flow_runs/{run['id']}/input/filter", {"prefix": "suspended-approval-1--description"})
@@ -55,17 +69,16 @@ def test_a_suspended_run_promotes_only_when_a_person_agrees(operated, fresh):
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "ID_DESC"})
     links = "".join(artifact["data"] for artifact in artifacts if artifact["key"] == "links")
     assert f"{operated.mlflow}/#/models/{name}/versions/1" in links
-    assert {"progress-format", "validation-rows", "evaluation-merged-figures"} <= {each["key"] for each in artifacts}
 
     ended = resume(operated, run, decision="promote", approved_by="ann", note="")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
     assert operated.aliases(name) == {"champion": "1"}
-    assert operated.tasks_of(run, step="train_stage") == ["Completed"], "nothing is computed twice"
+    assert operated.tasks_of(run, step="train_stage") == ["Cached"], "nothing is computed twice"
     assert operated.versions(name) == 1
 
 
-def test_a_retraining_that_waits_for_approval_can_be_rejected(operated):
-    source = operated.config("refused", **PROMOTED)
+def test_a_retraining_that_waits_for_approval_can_be_rejected(operated, asked):
+    source = asked("refused")
     run = operated.trigger("retrain", source=source)
     suspended(operated, run)
     again = operated.wait(operated.trigger("retrain", source=source)["id"], "COMPLETED")
@@ -104,6 +117,7 @@ def test_a_resumed_wait_uses_what_it_was_asked_about(operated):
 
 
 def test_an_unanswered_question_is_asked_again_without_training(operated):
+    """A fresh run too, which computes every step again when it begins."""
     source = operated.config("late", **PROMOTED | {"promotion": PROMOTED["promotion"] | {"approval_hours": 0.02}})
     run = operated.trigger("preset", source=source, fresh=True)
     suspended(operated, run)
@@ -114,12 +128,14 @@ def test_an_unanswered_question_is_asked_again_without_training(operated):
     ended = resume(operated, run, decision="promote", approved_by="ann", note="")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
     assert operated.aliases("late") == {"champion": "1"}
-    assert len(operated.tasks_of(run, step="train_stage")) == 1
+    artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert {"progress-format", "validation-rows", "evaluation-merged-figures"} <= {each["key"] for each in artifacts}
+    assert operated.versions("late") == 1
+    assert operated.tasks_of(run, step="train_stage") == ["Completed"]
 
 
-def test_a_published_single_adapter_waits_and_is_not_merged_again(operated):
-    source = operated.config("single", **PROMOTED)
-    operated.wait(operated.trigger("preset", source=source, overrides=["promotion.approval=none"])["id"], "COMPLETED")
+def test_a_published_single_adapter_waits_and_is_not_merged_again(operated, asked):
+    source = asked("single")
     [adapter] = operated.root.glob("runs/single/train_stage/format-*/final")
     tree = yaml.safe_load((operated.root / source).read_text()) | {"name": "waited"}
     run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
@@ -133,8 +149,8 @@ def test_a_published_single_adapter_waits_and_is_not_merged_again(operated):
     assert len(operated.parents("waited")) == 1, "it has continued its run in MLflow"
 
 
-def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
-    source = operated.config("in-terminal", **PROMOTED)
+def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated, asked):
+    source = asked("in-terminal")
     run = operated.trigger("preset", source=source)
     suspended(operated, run)
     # The command knows no address of a Prefect server: its folder is that of `grpo up`.

@@ -25,7 +25,9 @@ def test_a_person_corrects_the_form_and_watches_the_run_complete(page, operated)
     for stage in (0, 1):
         type_into(page, "Max steps", "3", stage)
         choose(page, "Loss type", "dr_grpo", stage)
-    type_into(page, "Max prompts", "16")
+        type_into(page, "Per device train batch size", "8", stage)
+    for label, text in {"Max prompts": "16", "Num samples": "1", "Num rows": "4", "Num prompts": "4"}.items():
+        type_into(page, label, text)
     assert field(page, "Loss details").count()
     assert field(page, "Gradient accumulation steps").count() == 0, "rarely used fields are folded away"
 

@@ -16,8 +16,8 @@ pytestmark = MARKS
 RUN_LIMIT_MS = 900_000
 JOURNEY = PROMOTED | {
     "name": "journey",
-    # Long enough to be watched, and slow enough to leave something for a second run.
-    "stages": [SMALL["stages"][0] | {"max_steps": 120, "learning_rate": 4e-4}],
+    # Better than the base, and leaves something for a second run.
+    "stages": [SMALL["stages"][0] | {"max_steps": 20}],
 }
 
 
@@ -86,7 +86,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     first = start(page, operated)
 
     artifact(page, operated, first, "progress-format")
-    page.get_by_text(re.compile(r"format: update \d+/120, reward")).first.wait_for(timeout=RUN_LIMIT_MS)
+    page.get_by_text(re.compile(r"format: update \d+/20, reward")).first.wait_for(timeout=RUN_LIMIT_MS)
     picture(page, "journey-progress")
 
     waits(page, operated, first, 1)
@@ -102,7 +102,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     picture(mlflow, "journey-run-in-mlflow")
     assert mlflow.locator(f"a[href*='{first}']").count(), "the way back to Prefect"
 
-    second = start(page, operated, "stages.0.learning_rate=1e-3")
+    second = start(page, operated, "stages.0.max_steps=80")
     waits(page, operated, second, 2)
     decide(page, operated, second, "promote")
     compared(page, operated, second)
@@ -136,7 +136,7 @@ def compared(page, operated, run):
     body = runs.inner_text("body")
     assert all(name in body for name in ("rollout.temperature", "base/accuracy", "base/format_rate"))
     runs.get_by_text("Show diff only").first.click()
-    runs.get_by_text("stages.0.learning_rate").first.wait_for()
+    runs.get_by_text("stages.0.max_steps").first.wait_for()
     picture(runs, "journey-compared")
 
 

@@ -29,6 +29,11 @@ def write_rows(place, name, rows):
     place.write(f"{name}.jsonl", "\n".join(json.dumps(row) for row in rows))
 
 
+def form_of(place, source):
+    """A config file as the form of a deployment has it."""
+    return form_values(yaml.safe_load((place.root / source).read_text()), RunConfig)
+
+
 def own_data(name):
     return SMALL["data"] | {"train": [{"path": f"{name}.jsonl"}]}
 
@@ -118,7 +123,8 @@ def test_a_killed_run_loses_its_slot_to_the_run_that_waits(operated):
     first = operated.trigger("preset", source=config, overrides=slot)
     until(lambda: processes_of("grpo_tasks.grpo", "killed-holder"))
     trainers = processes_of("grpo_tasks.grpo", "killed-holder")
-    second = operated.trigger("preset", source=operated.config("waits"), overrides=slot)
+    waits = operated.config("waits", resources=SMALL["resources"] | {"gpu_slot": "lost-card"})
+    second = operated.trigger("train", config=form_of(operated, waits))
     operated.says(second["id"], "waiting for the slot lost-card", limit_s=120)
     # The flow's process, not only its trainer: nobody is left to give the slot back. Between the two is the fork server.
     flow_process = trainers[0].parent().parent()
@@ -155,7 +161,7 @@ def test_a_killed_server_is_started_again_on_the_same_port_by_itself(operated, n
 def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
     """Its run goes on without it, or the next one takes it up: never is it half done and called complete."""
     stage = SMALL["stages"][0] | {"max_steps": 40}
-    untouched = operated.trigger("preset", source=operated.config("untouched", stages=[stage]))
+    untouched = operated.trigger("train", config=form_of(operated, operated.config("untouched", stages=[stage])))
     operated.wait(untouched["id"], "COMPLETED")
     run = operated.trigger("preset", source=operated.config("lost-worker", stages=[stage]))
     until(lambda: processes_of("grpo_tasks.grpo", "lost-worker"))
@@ -319,8 +325,7 @@ def test_a_registered_model_is_evaluated_and_a_single_adapter_published(operated
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
     [adapter] = operated.root.glob("runs/by-hand/train_stage/format-*/final")
-    tree = yaml.safe_load((operated.root / "by-hand.yaml").read_text())
-    run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
+    run = operated.trigger("publish", adapter=str(adapter), config=form_of(operated, "by-hand.yaml"))
     operated.wait(run["id"], "COMPLETED")
     assert operated.says(run["id"], "merge_adapter: unchanged, skipped")
     assert operated.versions("by-hand") == 2

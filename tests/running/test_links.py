@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from prefect import flow
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.flow_run import FlowRun, mlflow_pages
 from grpo_tasks.running import orchestrator
@@ -11,6 +12,12 @@ from tests.flows.place import ask
 
 pytestmark = pytest.mark.xdist_group("running")
 UI = "http://127.0.0.1:5000"
+
+
+@pytest.fixture
+def server(prefect_api):
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
+        yield SimpleNamespace(api=prefect_api)
 
 
 def shown(server, run_name):

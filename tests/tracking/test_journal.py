@@ -110,8 +110,7 @@ journal.JournalShipper(store, Path(stage), lambda: handle).ship()
 
 
 @pytest.mark.long
-@pytest.mark.ci
-@on_both_stores
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("server", marks=pytest.mark.ci)], indirect=True)
 def test_killed_in_the_middle_and_shipped_again_has_no_step_twice(child, stage):
     write_journal(stage.journal, range(1, 1_001))
     command = [sys.executable, "-c", SHIP, child.store.uri, child.run_id, str(stage.root)]

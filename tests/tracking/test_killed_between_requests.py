@@ -14,7 +14,7 @@ from tests.tracking.conftest import artifacts_of, history, verdict
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-POINTS = 8
+POINTS = 5
 
 
 def record_run(config, stage, evaluation, proof):

@@ -149,7 +149,6 @@ print("ANSWER", tokenizer.decode(tokens[0][prompt["input_ids"].shape[1]:]))
 
 
 @pytest.mark.long
-@pytest.mark.ci
 @pytest.mark.parametrize("database", ["server"], indirect=True)
 def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(config, publish_one, make_merge, tmp_path):
     publish_one(config, "1", log=log_model)

@@ -104,8 +104,7 @@ def test_a_run_and_its_children_end_with_the_status_of_the_pipeline(config, clie
 
 
 @pytest.mark.long
-@pytest.mark.ci
-@on_both_stores
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("server", marks=pytest.mark.ci)], indirect=True)
 def test_recording_everything_twice_changes_nothing(
     config, client, make_stage, data_report, lab_report, make_evaluation, make_merge
 ):

@@ -59,7 +59,6 @@ def mlflow_models(command, uri, *options):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 @on_a_server
 def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(database, chat_champion, tmp_path):
     uri, answer = chat_champion
