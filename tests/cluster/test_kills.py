@@ -1,4 +1,4 @@
-"""A stage on two nodes loses a rank, its actor, a node and the driver at seeded points. It ends in the bytes of two local processes."""
+"""A stage on two nodes loses a rank, its actor, a node and the driver. It ends in the bytes of two local processes."""
 
 import json
 import random
