@@ -18,6 +18,7 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.prompts import GREEDY
 from schemas.results.model import StageResult
+from tests.forked import train_in_processes
 from tests.grpo.conftest import journal
 from tests.rollout.servers import PYTHON
 
@@ -97,9 +98,7 @@ def rollout(**settings):
 
 
 def trained(directory):
-    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:] + (directory.root / "vllm.log").read_text()[-3000:]
+    train_in_processes(directory.root)
     result = StageResult.load(directory.result)
     lines = journal(directory)
     assert len(lines) == result.steps > 0
