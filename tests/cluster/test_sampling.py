@@ -68,12 +68,9 @@ def test_shards_are_contiguous_and_together_every_prompt_once(stages):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "interaction",
-    [{}, pytest.param({"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}, marks=pytest.mark.ci)],
-    ids=["one turn", "environment"],
-)
-def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, interaction):
+@pytest.mark.ci
+def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch):
+    interaction = {"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_digits(tmp_path / "own")
     monkeypatch.chdir(tmp_path / "own")
@@ -95,9 +92,8 @@ def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, i
         tables.append(pl.read_parquet(worker.read(held.name, "", 0, held.files[""])))
     there = tmp_path / "there.parquet"
     joined(tables).write_parquet(there)
-    if interaction:
-        shown = pl.read_parquet(there)["conversation"]
-        assert all("Digits, please." in text and "So far: 1" in text for text in shown)
+    shown = pl.read_parquet(there)["conversation"]
+    assert all("Digits, please." in text and "So far: 1" in text for text in shown)
     assert there.read_bytes() == sampled(spec, tmp_path / "here")
 
 
