@@ -1,4 +1,7 @@
-"""A Ray cluster on this machine: a head without CPUs and nodes that have a temporary folder, a cache and a home of their own."""
+"""A Ray cluster on this machine: a head without CPUs and nodes that have a temporary folder, a cache and a home of their own.
+
+The tests of a module share the head. Each adds nodes, which go with it.
+"""
 
 import socket
 import tempfile
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.grpo.conftest import stages  # noqa: F401 - a fixture
+from tests.processes.waiting import until
 
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
@@ -32,15 +36,33 @@ def patiently(start):
     return start()
 
 
-class Nodes:
-    """The cluster and its nodes."""
-
-    def __init__(self, folder):
-        from ray.cluster_utils import Cluster
-
-        self.folder, self.count = folder, 0
+@pytest.fixture(scope="module")
+def cluster():
+    """The head, which the tests of a module share."""
+    utils = pytest.importorskip("ray.cluster_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        settings(patch)
         head = {"num_cpus": 0, "include_dashboard": False}
-        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head | ports()))
+        made = patiently(lambda: utils.Cluster(initialize_head=True, head_node_args=head | ports()))
+    yield made
+    made.shutdown()
+
+
+def settings(patch):
+    """The environment of Ray's processes and of the drivers."""
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    patch.setenv("OMP_NUM_THREADS", "1")
+    # Ray's workers are nice to everything else; beside other tests they would hardly run.
+    patch.setenv("RAY_worker_niceness", "0")
+    patch.delenv("RAY_ADDRESS", raising=False)
+
+
+class Nodes:
+    """The nodes of a test."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder, self.count = cluster, folder, 0
 
     @property
     def address(self):
@@ -60,18 +82,19 @@ class Nodes:
     def remove(self, node):
         self.cluster.remove_node(node, allow_graceful=False)
 
+    def remove_all(self):
+        """The next test meets a cluster without nodes."""
+        for node in [*self.cluster.worker_nodes]:
+            # One that is killed counts as alive until it has missed a few checks.
+            self.cluster.remove_node(node, allow_graceful=True)
+        until(lambda: sum(node["Alive"] for node in self.cluster.global_state.node_table()) == 1)
+
 
 @pytest.fixture
-def nodes(monkeypatch):
-    pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # Ray's workers are nice to everything else; beside other tests they would hardly run.
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def nodes(cluster, monkeypatch):
+    settings(monkeypatch)
     # tmp_path is too long for the sockets that vLLM opens in its temporary folder.
     with tempfile.TemporaryDirectory(prefix="nodes-", ignore_cleanup_errors=True) as folder:
-        made = Nodes(Path(folder))
+        made = Nodes(cluster, Path(folder))
         yield made
-        made.cluster.shutdown()
+        made.remove_all()

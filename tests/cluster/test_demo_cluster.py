@@ -23,8 +23,14 @@ pytestmark = [
 ]
 
 WHOLE = "WHOLE_DEMO" in os.environ
-UPDATES = (100, 150) if WHOLE else (15, 15)
-SETTINGS = {
+UPDATES = (100, 150) if WHOLE else (3, 3)
+SHORT = {
+    "stages.0.per_device_train_batch_size": "16",
+    "stages.1.per_device_train_batch_size": "16",
+    "evaluation.max_prompts": "16",
+    "evaluation.num_samples": "1",
+}
+SETTINGS = ({} if WHOLE else SHORT) | {
     "stages.0.max_steps": str(UPDATES[0]),
     "stages.1.max_steps": str(UPDATES[1]),
     "resources.cluster.engine": "ray",

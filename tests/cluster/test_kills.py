@@ -1,4 +1,4 @@
-"""A stage on two nodes, killed at seeded points: a rank, its actor, a node, the driver. It ends in the same bytes."""
+"""A stage on two nodes loses a rank, its actor, a node and the driver. It ends in the bytes of two local processes."""
 
 import json
 import random
@@ -104,28 +104,14 @@ def kill_driver(stage):
 KILLS = {"rank": kill_rank, "actor": kill_actor, "node": kill_node, "driver": kill_driver}
 
 
-def test_a_killed_stage_ends_in_the_same_bytes_and_leaves_nothing(nodes, stages):
-    nodes.made = [nodes.add(**MARK) for _ in range(2)]
-    whole = Stage(stages, nodes, "whole").run()
-    chance = random.Random(20261123)
-    for victim, kill in KILLS.items():
-        stage = Stage(stages, nodes, victim)
-        after = chance.randrange(UPDATES - 1)
-        assert stage.run((after, kill)) == whole, (victim, after)
-        assert journal(stage.directory) == list(range(1, UPDATES + 1)), (victim, after)
-        if victim != "driver":
-            assert "node_lost" in stage.directory.events.read_text()
-        assert not list(stage.directory.root.rglob(".*.part"))
-
-
-def test_a_stage_killed_three_times_ends_in_the_local_bytes(nodes, stages, tmp_path, monkeypatch):
+def test_a_stage_that_loses_everything_once_ends_in_the_local_bytes(nodes, stages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     local = StageSpec.load(stages.write("local", resources={"num_processes": 2}, **TRAINING).spec)
     whole = run_stage(local, tmp_path / "local-run").sha256
     nodes.made = [nodes.add(**MARK) for _ in range(2)]
     stage, chance = Stage(stages, nodes, "killed"), random.Random(20261124)
-    victims = chance.sample(["rank", "actor", "driver"], 3)
-    kills = [(after + chance.randrange(2), KILLS[victim]) for after, victim in zip((0, 3, 5), victims, strict=True)]
+    victims = chance.sample([*KILLS], len(KILLS))
+    kills = [(2 * number + chance.randrange(2), KILLS[victim]) for number, victim in enumerate(victims)]
     config = RunConfig(
         name="kills",
         data={"train": [{"path": "train.jsonl"}]},
@@ -144,7 +130,9 @@ def test_a_stage_killed_three_times_ends_in_the_local_bytes(nodes, stages, tmp_p
         assert stage.run(*kills, tick=ship) == whole, (victims, kills)
         followed[-1].finish()
     assert len(followed) == 2, "the driver died once"
+    assert stage.directory.events.read_text().count("node_lost") >= len(KILLS) - 1, "all but the driver are on a node"
     assert journal(stage.directory) == list(range(1, UPDATES + 1))
+    assert not list(stage.directory.root.rglob(".*.part"))
     client = MlflowClient(config.tracking.tracking_uri)
     [child] = [
         each

@@ -12,7 +12,7 @@ import pytest
 from grpo_tasks.cluster import jobs, placement
 from grpo_tasks.cluster.connect import Versions, cluster_address, own_versions, require_equal
 from grpo_tasks.cluster.jobs import Job, JobNode, interfaces
-from grpo_tasks.cluster.mirror import Inbox, Mirrored, Outbox
+from grpo_tasks.cluster.mirror import Inbox, Outbox
 from grpo_tasks.cluster.parcel import NodeFiles
 from grpo_tasks.cluster.stage import MIRRORED, rank_environments, spec_at, stage_files, store
 from grpo_tasks.content.hashes import file_sha256
@@ -24,46 +24,40 @@ from schemas.errors import ClusterError, ConfigError
 from tests.docs.pages import DOCS
 
 
-def train_on_nodes(spec, directory, count):
+def train_on_node(spec, directory):
     """What the supervisor does, with calls in place of jobs."""
     directory.mkdir()
-    there = StageDir(directory)
-    nodes = [JobNode("127.0.0.1") for _ in range(count)]
+    there, node = StageDir(directory), JobNode("127.0.0.1")
     files = stage_files(spec, there)
-    for node in nodes:
-        missing = node.missing(files)
-        for file in files:
-            if file.key in missing:
-                node.receive(file, 0, file.source.read_bytes())
-        node.lay_out(files)
-    facts = [node.describe() for node in nodes]
-    port = nodes[0].free_port()
-    for number, node in enumerate(nodes):
-        here = spec_at(facts[number].root, spec, files, ranks=count)
-        environments = rank_environments(facts[0].address, port, number, 1, count)
-        node.start(Job("grpo_tasks.grpo", "", here.model_dump_json(), Mirrored() if number else MIRRORED, environments))
-    base = nodes[0].resolve(spec_at(facts[0].root, spec, files, ranks=count).start.path)
-    inbox = Inbox(directory, MIRRORED, partial(store, there, spec, base))
+    missing = node.missing(files)
+    for file in files:
+        if file.key in missing:
+            node.receive(file, 0, file.source.read_bytes())
+    node.lay_out(files)
+    facts = node.describe()
+    here = spec_at(facts.root, spec, files, ranks=1)
+    environments = rank_environments(facts.address, node.free_port(), 0, 1, 1)
+    node.start(Job("grpo_tasks.grpo", "", here.model_dump_json(), MIRRORED, environments))
+    inbox = Inbox(directory, MIRRORED, partial(store, there, spec, node.resolve(here.start.path)))
     while True:
-        reports = [node.report() for node in nodes]
-        for node, report in zip(nodes, reports, strict=True):
-            inbox.apply(report.delta, node.read, node.release)
-        codes = [code for report in reports for code in report.codes]
-        assert not any(codes), there.log.read_text()[-3000:]
-        if None not in codes and all(report.delta.is_empty for report in reports):
-            return nodes
+        report = node.report()
+        inbox.apply(report.delta, node.read, node.release)
+        assert not any(report.codes), there.log.read_text()[-3000:]
+        if None not in report.codes and report.delta.is_empty:
+            return
         time.sleep(0.1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.ci), 2])
-def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monkeypatch, count):
+@pytest.mark.ci
+def test_a_node_trains_the_bytes_of_a_local_process(stages, tmp_path, monkeypatch):
+    """Two nodes with two local processes are in test_stage.py."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = {"max_steps": 2, "save_steps": 1, "log_completions_steps": 1}
-    spec = StageSpec.load(stages.write("a", resources={"num_processes": count}, **settings).spec)
+    spec = StageSpec.load(stages.write("a", **settings).spec)
     here, there = tmp_path / "here", tmp_path / "there"
     local = run_stage(spec, here)
-    train_on_nodes(spec, there, count)
+    train_on_node(spec, there)
     remote = type(local).load(StageDir(there).result)
     assert (remote.sha256, remote.model.sha256, remote.steps) == (local.sha256, local.model.sha256, 2)
     assert (remote.directory, remote.model.adapter) == (there, there / "final")

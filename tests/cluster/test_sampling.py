@@ -68,12 +68,9 @@ def test_shards_are_contiguous_and_together_every_prompt_once(stages):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "interaction",
-    [{}, pytest.param({"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}, marks=pytest.mark.ci)],
-    ids=["one turn", "environment"],
-)
-def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, interaction):
+@pytest.mark.ci
+def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch):
+    interaction = {"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_digits(tmp_path / "own")
     monkeypatch.chdir(tmp_path / "own")
@@ -95,9 +92,8 @@ def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, i
         tables.append(pl.read_parquet(worker.read(held.name, "", 0, held.files[""])))
     there = tmp_path / "there.parquet"
     joined(tables).write_parquet(there)
-    if interaction:
-        shown = pl.read_parquet(there)["conversation"]
-        assert all("Digits, please." in text and "So far: 1" in text for text in shown)
+    shown = pl.read_parquet(there)["conversation"]
+    assert all("Digits, please." in text and "So far: 1" in text for text in shown)
     assert there.read_bytes() == sampled(spec, tmp_path / "here")
 
 
@@ -121,41 +117,38 @@ def test_running_servers_are_asked_from_here(stages, tmp_path, monkeypatch):
     assert modules == ["grpo_tasks.cluster.sampling", "grpo_tasks.rollout", "grpo_tasks.rollout"]
 
 
+def kill(victim, nodes, node):
+    if victim == "node":
+        nodes.remove(node)
+    else:
+        [first, _] = running("grpo_tasks.rollout")
+        (first if victim == "process" else first.parent()).send_signal(signal.SIGKILL)
+
+
 @on_ray
-def test_two_nodes_sample_the_bytes_of_one_process(nodes, stages, tmp_path):
-    first, second = nodes.add(), nodes.add()
+def test_two_nodes_sample_the_bytes_of_one_process_whatever_dies(nodes, stages, tmp_path, monkeypatch):
+    made = [nodes.add(**MARK) for _ in range(2)]
     _, directory = stages.train("stage", max_steps=1)
     adapted = ModelRef(path=resolve("embedded:base"), adapter=directory.final)
-    local = sampled(spec_of(stages, ref=adapted), tmp_path / "local")
-    assert sampled(spec_of(stages, ref=adapted, **on(nodes, 2)), tmp_path / "there") == local
-    for node in (first, second):
-        assert list((node.private / "xdg_cache_home").rglob("content/*")), "the prompts came by content"
-
-
-@on_ray
-@pytest.mark.parametrize("victim", ["node", "actor", "process"])
-def test_a_death_changes_no_row(nodes, stages, tmp_path, monkeypatch, victim):
-    made = [nodes.add(**MARK) for _ in range(2)]
-    settings = {"length": 64, "evaluation": {"num_samples": 6}}
+    settings = {"ref": adapted, "length": 64, "evaluation": {"num_samples": 4}}
     local = sampled(spec_of(stages, **settings), tmp_path / "local")
-    killed = []
-
-    def kill():
-        if killed or len(found := running("grpo_tasks.rollout")) < 2:
-            return
-        killed.append(victim)
-        if victim == "node":
-            nodes.remove(made[0])
-        else:
-            (found[0] if victim == "process" else found[0].parent()).send_signal(signal.SIGKILL)
-
     whole = sampling.run_module
-    monkeypatch.setattr(sampling, "run_module", lambda module, directory: whole(module, directory, tick=kill))
-    there = sampled(spec_of(stages, **settings, **on(nodes, 2)), tmp_path / "there")
-    assert killed == [victim], "it ended before anything was killed"
-    assert there == local
-    assert "others sample what it had" in (tmp_path / "there" / "log.txt").read_text()
-    assert running("grpo_tasks.rollout") == []
+    for victim in ("process", "actor", "node"):
+        killed = []
+
+        def tick(victim=victim, killed=killed):
+            if not killed and len(running("grpo_tasks.rollout")) == 2:
+                killed.append(victim)
+                kill(victim, nodes, made[0])
+
+        monkeypatch.setattr(sampling, "run_module", lambda *given, tick=tick: whole(*given, tick=tick))
+        there = sampled(spec_of(stages, **settings, **on(nodes, 2)), tmp_path / victim)
+        assert killed == [victim], "it ended before anything was killed"
+        assert there == local, victim
+        assert "others sample what it had" in (tmp_path / victim / "log.txt").read_text()
+        assert running("grpo_tasks.rollout") == []
+    for node in made:
+        assert list((node.private / "xdg_cache_home").rglob("content/*")), "the prompts came by content"
 
 
 @on_ray

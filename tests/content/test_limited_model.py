@@ -102,8 +102,8 @@ def test_a_template_that_loops_for_one_row_is_refused(folder, short):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with limited_templates(str(folder)):
         assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str)
-        short("RENDER_S", 5.0)
-        with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
+        short("RENDER_S", 2.0)
+        with pytest.raises(ModelError, match="the chat template did not end within 2 s"):
             rendered_all(tokenizer, [[{"role": "user", "content": "LOOP"}]], opened=True)
         short("RENDER_S", 90.0)
         assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str), "a new process goes on"
@@ -155,8 +155,8 @@ def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(t
     with player(config, ModelRef(path=path), ModelConfig(path=path), RolloutConfig(), completion=CompletionConfig()) as found:
         turns, question = TurnTokens(found.tokenizer), [{"role": "user", "content": "Hi"}]
         assert turns.prompt(question)
-        short("RENDER_S", 5.0)
-        with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
+        short("RENDER_S", 2.0)
+        with pytest.raises(ModelError, match="the chat template did not end within 2 s"):
             turns.after(question, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "LOOP"}], closed=True)
 
 

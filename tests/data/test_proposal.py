@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from flows.cli.init import run_name
 from flows.cli.main import app
 from grpo_tasks.data.proposal import ColumnChoice, candidates, data_settings, find_equality, find_pattern
+from grpo_tasks.library import load_data, make, train_stage
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.load import load_config
-from tests.flows.place import Place
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 FILES = [
@@ -114,18 +115,19 @@ def test_answers_are_compared_as_what_they_are(truths, equality):
 def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, equality):
     if not SHARED.exists():
         pytest.skip(f"no shared data at {SHARED}")
-    place = Place(tmp_path)
-    place.grpo("init", SHARED / file, "--yes", "--out", "made.yaml")
-    config = load_config(place.root / "made.yaml")
+    init(SHARED / file, "--yes", "--out", tmp_path / "made.yaml")
+    config = load_config(tmp_path / "made.yaml")
     if equality:
         assert config.completion.equality == equality
-    assert " 0 to train on" not in place.grpo("validate", "made.yaml")
-    assert " 0 checks failed" in place.grpo("rewards", "made.yaml")
-    last = len(config.stages) - 1
-    trained = place.grpo("train", "made.yaml", "--stage", config.stages[last].name, "--set", f"stages.{last}.max_steps=3")
-    assert f"stage {config.stages[last].name}: 3 updates" in trained
-    [journal] = place.root.glob("runs/*/train_stage/*/metrics.jsonl")
-    assert [json.loads(line)["step"] for line in journal.read_text().splitlines()] == [1, 2, 3]
+    data = load_data(config, tmp_path / "data")
+    assert data.train_rows > 0
+    checks = make(probe_rewards, tmp_path / "lab", config, data).checks
+    assert checks
+    assert [check for check in checks if check.outcome == "failed"] == []
+    last = config.stages[-1].model_copy(update={"max_steps": 3})
+    result = train_stage(config, last, data, tmp_path / "stage")
+    assert result.steps == 3
+    assert [json.loads(line)["step"] for line in (tmp_path / "stage" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 def test_the_only_file_is_taken_and_a_config_never_overwritten_without_force(here):

@@ -1,4 +1,7 @@
-"""The demo preset with a real vLLM server (CPU build), which samples every completion of training, lab and evaluation."""
+"""The demo preset with a real vLLM server (CPU build), which samples every completion of training, lab and evaluation.
+
+A fifth of its updates: enough to learn most of it. What the whole demo learns is in test_demo.py.
+"""
 
 import json
 import os
@@ -12,7 +15,6 @@ import pytest
 
 from grpo_tasks.rollout.vllm_server import FLAGS_ON_CPU, ON_CPU
 from tests.flows.place import Place
-from tests.flows.test_demo import assert_learnt
 from tests.ports import free_ports
 from tests.rollout.servers import PYTHON
 
@@ -31,25 +33,28 @@ CLIENT = Path(__file__).resolve().parents[1] / "openai_client.py"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, prefect_api):
     place = Place(tmp_path_factory.mktemp("demo"), prefect_api)
-    settings = ("rollout.engine=vllm", f"rollout.vllm.python={PYTHON}", "evaluation.stages=false")
+    settings = ["rollout.engine=vllm", f"rollout.vllm.python={PYTHON}", "stages.0.max_steps=30", "stages.1.max_steps=20"]
+    settings += ["evaluation.stages=false", "evaluation.max_prompts=64", "evaluation.num_samples=1"]
     place.grpo("run", "demo", *(part for setting in settings for part in ("--set", setting)), timeout=2900)
     return place
 
 
 def test_the_demo_learns_from_the_completions_of_a_server(trained):
     place = trained
-    assert_learnt(place.parent())
+    figures = place.parent().data.metrics
+    for figure, before, after in (("accuracy", 0.30, 0.60), ("format_rate", 0.30, 0.75), ("greedy_accuracy", 0.10, 0.95)):
+        assert figures[f"base/{figure}"] <= before, figure
+        assert figures[f"merged/{figure}"] >= after, figure
     journals = list(place.root.glob("runs/grpo-demo/train_stage/*/metrics.jsonl"))
-    assert len(journals) == 2
-    for journal in journals:
-        lines = [json.loads(line)["metrics"] for line in journal.read_text().splitlines()]
-        # Absent where every group is dead. The mean is that of float32 rounding (1e-7); stale weights would show there, in every
-        # update. A single token may be ill-conditioned: measured against float64, one in some 100,000 is off by 1e-4 in the
-        # trainer, and by 6e-5 in transformers' own forward pass; rarer ones are off by more.
-        for figure, limit in (("mean", 1e-6), ("max", 1e-3)):
-            differences = [line.get(f"sampling/sampling_logp_difference/{figure}", 0.0) for line in lines]
-            assert sum(difference > limit for difference in differences) <= len(differences) / 100
-            assert max(differences) < 10 * limit
+    lines = [json.loads(line)["metrics"] for journal in journals for line in journal.read_text().splitlines()]
+    assert (len(journals), len(lines)) == (2, 50)
+    # Absent where every group is dead. The mean is that of float32 rounding (1e-7); stale weights would show there, in every
+    # update. A single token may be ill-conditioned: measured against float64, one in some 100,000 is off by 1e-4 in the
+    # trainer, and by 6e-5 in transformers' own forward pass; rarer ones are off by more.
+    for figure, limit in (("mean", 1e-6), ("max", 1e-3)):
+        differences = [line.get(f"sampling/sampling_logp_difference/{figure}", 0.0) for line in lines]
+        assert sum(difference > limit for difference in differences) <= 1
+        assert max(differences) < 10 * limit
     assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 6  # lab, two stages, base, last stage and merged model
 
 

@@ -1,11 +1,14 @@
-"""`python -m tests.grpo.on_card FOLDER [sharded]`: on the pretend card, train the stage in a folder, or merge and
-sample as its merge.json and sample.json say.
+"""`python -m tests.grpo.on_card`, for each line `FOLDER [sharded]` that it reads: on the pretend card, train the stage in a
+folder, or merge and sample as its merge.json and sample.json say. The answer is a line with the exit code.
 
-The lines that wait go to waits.json. With `sharded` FSDP2 shards the weights, over this one process.
+The lines that wait go to waits.json. With `sharded` FSDP2 shards the weights, over one process. Each line has a process of its
+own, a fork of this one, which has imported everything: that takes longer than most of the work.
 """
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from tests.grpo.pretend_card import CARD, WAITS, card  # first: it names the device
@@ -17,12 +20,12 @@ from accelerate import Accelerator
 from grpo_tasks.attention import packed_attention
 from grpo_tasks.grpo import trainer
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.results.model import MergeSpec
 from tests.attention.reference_kernel import REFERENCE
+from tests.in_process import suite_of
 
 
 def shard_over_one_process() -> None:
@@ -47,7 +50,7 @@ def train(root: Path) -> None:
     trainer.pick_device = lambda _: CARD
     # The kernels of CUDA are missing; the indices that they get are used in all that is around them.
     packed_attention.varlen_kernel = lambda like, _window: REFERENCE if like.device.type == "card" else None
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite, card():
+    with suite_of(spec) as suite, card():
         work = trainer.Trainer(directory, suite)
         WAITS.clear()
         work.train()
@@ -55,8 +58,30 @@ def train(root: Path) -> None:
     (root / "waits.json").write_text(json.dumps(waits, indent=1))
 
 
-if __name__ == "__main__":
-    if sys.argv[2:] == ["sharded"]:
+def do(folder: Path, *options: str) -> None:
+    if options == ("sharded",):
         shard_over_one_process()
-    work = merge_and_sample if (Path(sys.argv[1]) / "merge.json").exists() else train
-    work(Path(sys.argv[1]))
+    (merge_and_sample if (folder / "merge.json").exists() else train)(folder)
+
+
+def forked(folder: str, *options: str) -> int:
+    """Do it in a fork; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            do(Path(folder), *options)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    # Whatever the work prints is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(forked(*line.split()), file=answers, flush=True)

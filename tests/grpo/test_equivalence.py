@@ -5,7 +5,6 @@ writes a new one, which needs a sentence in the CHANGELOG.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from grpo_tasks.policy import logprobs
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.attention.reference_kernel import masked_way, varlen_way
+from tests.forked import train_in_processes
 from tests.grpo.conftest import journal
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "journal.jsonl"
@@ -97,13 +97,6 @@ def test_a_resumed_stage_gives_the_curve(stages):
         assert [one[name] for name in WATCHED] == [other[name] for name in WATCHED]
 
 
-def in_two_processes(directory):
-    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def assert_same_updates(one, two, file="adapter_model.safetensors"):
     for alone, together in zip(journal(one), journal(two), strict=True):
         for name in WATCHED:
@@ -117,13 +110,22 @@ def assert_same_updates(one, two, file="adapter_model.safetensors"):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"loss_type": "bnpo", "scale_rewards": "batch"}, {"max_refills": 2, "stage_rewards": ["format"], "entropy_coef": 0.01}],
-    ids=str,
+    [
+        {},
+        {
+            "loss_type": "bnpo",
+            "scale_rewards": "batch",
+            "max_refills": 2,
+            "stage_rewards": ["format"],
+            "entropy_coef": 0.01,
+        },
+    ],
+    ids=["as it is", "figures of all processes"],
 )
 def test_two_processes_make_the_updates_of_one(stages, settings):
     _, one = stages.train("by-1", **CURVE | settings)
     two = stages.write("by-2", **CURVE | settings, resources={"num_processes": 2})
-    in_two_processes(two)
+    train_in_processes(two.root, 2)
     if not settings:
         assert_golden(two)
     assert_same_updates(one, two)
@@ -140,7 +142,7 @@ def test_weights_sharded_over_two_processes_make_the_updates_of_one(stages):
     settings = CURVE | odd | {"top_entropy_quantile": 0.5, "adam_epsilon": 1e-3}
     _, one = stages.train("by-1", **settings)
     two = stages.write("by-2", **settings, resources=SHARDED)
-    in_two_processes(two)
+    train_in_processes(two.root, 2)
     assert_same_updates(one, two)
 
 
@@ -149,7 +151,7 @@ def test_full_fine_tuning_sharded_over_two_processes_resumes_in_one(stages):
     settings = CURVE | {"model": {"lora": None}, "learning_rate": 1e-4, "reference": "stage_start"}
     _, one = stages.train("by-1", **settings)
     two = stages.write("by-2", **settings, resources=SHARDED)
-    in_two_processes(two)
+    train_in_processes(two.root, 2)
     assert_same_updates(one, two, "model.safetensors")
     # Their checkpoints hold no shards: one process resumes from the last but one and ends with the same weights.
     shutil.rmtree(two.checkpoints / "step-000006")

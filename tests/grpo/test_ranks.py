@@ -1,46 +1,30 @@
 """The ranks of one stage."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.processes.serve import free_port
-
-SHOW = """
-import sys
-from pathlib import Path
-import torch
-from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.stage.stage_dir import StageSpec
-ranks = Ranks.of(StageSpec.load(Path(sys.argv[1])), torch.device("cpu"))
-group = torch.distributed.distributed_c10d._get_default_group()
-print(torch.distributed.get_world_size(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-ranks.wait()
-ranks.accelerator.end_training()
-"""
+from tests.forked import in_processes
+
+
+def show(spec, limit_s):
+    ranks = Ranks.of(StageSpec.load(spec), torch.device("cpu"))
+    group = torch.distributed.distributed_c10d._get_default_group()
+    assert torch.distributed.get_world_size() == 2
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == limit_s
+    ranks.wait()
+    ranks.accelerator.end_training()
 
 
 @pytest.mark.long
 def test_the_time_limit_of_the_config_is_that_of_the_process_group(stages):
     directory = stages.write("two", resources={"num_processes": 2, "distributed_timeout_minutes": 47.5})
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHOW, directory.spec],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [found for found, _ in outputs] == ["2 2850.0\n"] * 2, outputs[0][1][-2000:]
+    in_processes(partial(show, directory.spec, 2850.0), 2)
 
 
 def over_both(mine, other):

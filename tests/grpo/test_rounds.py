@@ -1,8 +1,6 @@
 """`rollout.max_staleness`: which policy samples which round, on servers that speak vLLM's API."""
 
 import shutil
-import subprocess
-import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -28,6 +26,7 @@ from schemas.metrics import (
     TRAINER_WAIT,
     member,
 )
+from tests.forked import train_in_processes
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
 from tests.rollout.conftest import small  # noqa: F401 - a fixture
@@ -167,10 +166,7 @@ def test_two_processes_sample_ahead_on_the_servers_that_they_share(stages, serve
     results = []
     for name, processes in (("one", 1), ("two", 2)):
         directory = stages.write(name, resources={"num_processes": processes}, **both)
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_tasks.grpo", directory.root], capture_output=True, text=True, timeout=500, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        train_in_processes(directory.root, processes)
         assert lags(directory) == [0, 1, 2, 2, 2]
         results.append(journal(directory))
     # The same completions, up to the rounding of the summed gradients.

@@ -1,8 +1,6 @@
 """`engine: trl`: the same stage by TRL's trainer, with our journal, tables and result; one update of both engines compared."""
 
 import json
-import subprocess
-import sys
 
 import polars as pl
 import pytest
@@ -14,20 +12,15 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ConfigError
 from schemas.metrics import describe
 from schemas.results.model import StageResult
+from tests.forked import train_in_processes
 from tests.grpo.conftest import journal
 from tests.in_process import suite_of
-
-
-def run(directory):
-    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.long
 def test_a_stage_by_trl_leaves_what_a_native_stage_leaves(stages):
     directory = stages.write("trl", engine="trl", trl={"scale_rewards": "batch"}, save_steps=2, max_steps=4, beta=0.04)
-    run(directory)
+    train_in_processes(directory.root)
     result = StageResult.load(directory.result)
     assert (result.steps, result.stopped) == (4, "max_steps")
     assert (directory.final / "adapter_model.safetensors").exists()
@@ -48,7 +41,7 @@ def test_a_stage_by_trl_leaves_what_a_native_stage_leaves(stages):
     table = pl.read_parquet(directory.completions(4))
     assert table.height == 8
     assert (table["reward_format"] + table["reward_incremental_format"] - table["reward"]).abs().max() < 1e-6
-    run(directory)
+    train_in_processes(directory.root)
     assert StageResult.load(directory.result) == result
 
 
@@ -56,13 +49,13 @@ def test_a_stage_by_trl_leaves_what_a_native_stage_leaves(stages):
 def test_a_stage_by_trl_resumes_from_its_checkpoint(stages):
     settings = {"engine": "trl", "save_steps": 2, "max_steps": 4}
     directory = stages.write("stopped", **settings, early_stop={"metric": "reward", "target": -9.0, "window": 1, "min_steps": 2})
-    run(directory)
+    train_in_processes(directory.root)
     assert StageResult.load(directory.result).stopped == "target"
     directory.result.unlink()
     spec = json.loads(directory.spec.read_text())
     spec["stage"]["early_stop"] = None
     directory.spec.write_text(json.dumps(spec))
-    run(directory)
+    train_in_processes(directory.root)
     result = StageResult.load(directory.result)
     assert (result.steps, result.resumed) == (4, 1)
     assert [json.loads(line)["step"] for line in directory.journal.read_text().splitlines()] == [1, 2, 3, 4]

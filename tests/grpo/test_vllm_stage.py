@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.prompts import GREEDY
 from schemas.results.model import StageResult
+from tests.forked import train_in_processes
 from tests.grpo.conftest import journal
 from tests.rollout.servers import PYTHON
 
@@ -33,13 +36,9 @@ def marked(monkeypatch):
     monkeypatch.setenv(OWN, str(os.getpid()))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param({"sync": "adapter"}, marks=pytest.mark.ci), {"sync": "merged"}],
-    ids=lambda settings: settings["sync"],
-)
-def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, settings):
-    directory = stages.write(rollout=rollout(**settings), max_steps=4, learning_rate=1e-2, beta=0.01)
+@pytest.mark.ci
+def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages):
+    directory = stages.write(rollout=rollout(sync="adapter"), max_steps=4, learning_rate=1e-2, beta=0.01)
     trained(directory)
     assert journal(directory)[-1]["kl"] > 0
     assert not vllm_processes()
@@ -69,20 +68,29 @@ def test_trained_tied_embeddings_are_refused_for_a_cpu_server(policy, tokenizer,
         VllmEngine(plain, tokenizer, VllmConfig(), [], weights=tmp_path, dtype="float32", merged=True)
 
 
-def test_the_trainer_killed_leaves_no_server(stages):
-    directory = stages.write(rollout=rollout(), max_steps=200, save_steps=1)
-    process = subprocess.Popen([sys.executable, "-m", "grpo_tasks.grpo", directory.root], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not directory.journal.exists() or directory.journal.read_text().count("\n") < 2:
-        assert process.poll() is None, (directory.root / "vllm.log").read_text()[-3000:]
-        assert time.monotonic() < deadline
+def test_the_trainer_killed_leaves_no_server_and_no_socket(stages):
+    """tests/processes/test_serve.py kills the supervisor too; here all that vLLM starts and leaves is to go."""
+    directory = stages.write(rollout=rollout(sync="merged"), max_steps=200, save_steps=1, learning_rate=1e-2, beta=0.01)
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # tmp_path is too long for sockets
+        command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": temporary})
+        deadline = time.monotonic() + 300
+        while not directory.journal.exists() or directory.journal.read_text().count("\n") < 4:
+            assert process.poll() is None, (directory.root / "vllm.log").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert vllm_processes()
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any(path.is_socket() for path in Path(temporary).rglob("*"))
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive
+        assert not vllm_processes()
         time.sleep(0.1)
-    servers = vllm_processes()
-    assert servers
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(servers, timeout=60)
-    assert not alive
+        assert not any(path.is_socket() for path in Path(temporary).rglob("*"))
+    assert_served(journal(directory))
+    assert journal(directory)[-1]["kl"] > 0
 
 
 def rollout(**settings):
@@ -90,16 +98,19 @@ def rollout(**settings):
 
 
 def trained(directory):
-    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:] + (directory.root / "vllm.log").read_text()[-3000:]
+    train_in_processes(directory.root)
     result = StageResult.load(directory.result)
     lines = journal(directory)
     assert len(lines) == result.steps > 0
+    assert_served(lines)
+    return result
+
+
+def assert_served(lines):
+    """Each update was trained on completions of its own policy."""
     for line in lines:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
         assert line["clip_ratio/region_mean"] == 0
-    return result
 
 
 def vllm_processes():

@@ -47,11 +47,10 @@ def grpo(*words):
 
 
 @pytest.mark.long
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("preset", "model", "memory"),
     [
-        ("gsm8k-qwen2.5-0.5b", "qwen2.5-0.5b", "8GB"),
+        pytest.param("gsm8k-qwen2.5-0.5b", "qwen2.5-0.5b", "8GB", marks=pytest.mark.ci),
         ("gsm8k-qwen2.5-0.5b-vllm", "qwen2.5-0.5b", "8GB"),
         ("gsm8k-qwen2.5-1.5b", "qwen2.5-1.5b", "40GB"),
         ("gsm8k-qwen2.5-1.5b-vllm", "qwen2.5-1.5b", "40GB"),

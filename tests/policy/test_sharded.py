@@ -1,17 +1,8 @@
 """Two processes that hold half of the weights each, compared with one process that holds all of them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-
-from tests.ports import free_ports
-
-HALVES = """
-from grpo_tasks.processes.fork_server import import_libraries
-import_libraries()
 import torch
+
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy, trained_weights
@@ -19,63 +10,56 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, sampling_copy, shard, shard_like
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
+from tests.forked import in_processes
 
-torch.distributed.init_process_group("gloo")
-rank, cpu = torch.distributed.get_rank(), torch.device("cpu")
-for lora in ({}, None):
-    def policy():
-        made = trainable_policy(ModelRef(path="embedded:base"), ModelConfig(lora=lora), device=cpu, seed=3)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-        return made
+CPU = torch.device("cpu")
 
-    alone, half = policy(), policy()
-    shard(half)
-    held = sum(parameter.to_local().numel() for parameter in half.parameters())
-    assert held <= 0.51 * sum(parameter.numel() for parameter in alone.parameters()), held
 
-    # Each process its own completion; the gradients are the sum over both.
-    batches = [token_batch([[5, 6, 7]], [[8 + index, 9, 10]], [0], device=cpu) for index in range(2)]
-    for batch in batches:
-        completion_logprobs(alone, batch, temperature=1.0).logps.sum().backward()
-    completion_logprobs(half, batches[rank], temperature=1.0, layout="plain").logps.sum().backward()
-    for one, other in zip(alone.parameters(), half.parameters(), strict=True):
-        if one.requires_grad:
-            torch.testing.assert_close(gather_shards(other.grad), one.grad, rtol=1e-3, atol=1e-4)
-
-    copy = sampling_copy(half)
-    ids = torch.arange(3, 30)[None]
-    torch.testing.assert_close(copy.model(ids).logits, FoldedPolicy(alone).model(ids).logits, rtol=1e-4, atol=1e-4)
+def policy_of(lora):
+    policy = trainable_policy(ModelRef(path="embedded:base"), ModelConfig(lora=lora), device=CPU, seed=3)
+    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def compare():
+    """What each of the two does."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    for lora in ({}, None):
+        alone, half = policy_of(lora), policy_of(lora)
+        shard(half)
+        held = sum(parameter.to_local().numel() for parameter in half.parameters())
+        assert held <= 0.51 * sum(parameter.numel() for parameter in alone.parameters()), held
+
+        # Each process its own completion; the gradients are the sum over both.
+        batches = [token_batch([[5, 6, 7]], [[8 + index, 9, 10]], [0], device=CPU) for index in range(2)]
+        for batch in batches:
+            completion_logprobs(alone, batch, temperature=1.0).logps.sum().backward()
+        completion_logprobs(half, batches[rank], temperature=1.0, layout="plain").logps.sum().backward()
         for one, other in zip(alone.parameters(), half.parameters(), strict=True):
             if one.requires_grad:
-                one += 0.01
-                other += shard_like(torch.full(one.shape, 0.01), other)
-    copy.sync()
-    torch.testing.assert_close(copy.model(ids).logits, FoldedPolicy(alone).model(ids).logits, rtol=1e-4, atol=1e-4)
-    weights = trained_weights(half)
-    for name, one in alone.named_parameters():
-        if one.requires_grad:
-            torch.testing.assert_close(weights[name], one.detach())
-print("equal")
-"""
+                torch.testing.assert_close(gather_shards(other.grad), one.grad, rtol=1e-3, atol=1e-4)
+
+        copy = sampling_copy(half)
+        ids = torch.arange(3, 30)[None]
+        torch.testing.assert_close(copy.model(ids).logits, FoldedPolicy(alone).model(ids).logits, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            for one, other in zip(alone.parameters(), half.parameters(), strict=True):
+                if one.requires_grad:
+                    one.add_(0.01)
+                    other.add_(shard_like(torch.full(one.shape, 0.01), other))
+        copy.sync()
+        torch.testing.assert_close(copy.model(ids).logits, FoldedPolicy(alone).model(ids).logits, rtol=1e-4, atol=1e-4)
+        weights = trained_weights(half)
+        for name, one in alone.named_parameters():
+            if one.requires_grad:
+                torch.testing.assert_close(weights[name], one.detach())
 
 
 @pytest.mark.long
 def test_halves_together_are_the_whole():
-    common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_ports(1)[0]),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", HALVES]
-    processes = [
-        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=600)[0] for process in processes]
-    assert all(text.endswith("equal\n") for text in printed), "\n".join(text[-3000:] for text in printed)
+    in_processes(compare, 2)

@@ -26,12 +26,10 @@ class Shop:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("offered", [{"tools": ["my_tools:add"]}, {"environment": "my_tools:Shop"}], ids=["tools", "environment"])
-def test_a_demonstration_follows_the_prompt_that_shows_the_tools(sums, tmp_path, monkeypatch, offered):
+def test_a_demonstration_follows_the_prompt_that_shows_the_tools(sums, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(TOOLS + SHOP, encoding="utf-8")
     model = str(write_model(tmp_path / "model", weights=True))
-    interaction = InteractionConfig(**offered, workers=1)
 
     def losses(name, interaction=None, **rollout):
         directory = sums.write(name, start=ModelRef(path=model), model={"path": model}, max_steps=2, rollout=rollout)
@@ -40,11 +38,17 @@ def test_a_demonstration_follows_the_prompt_that_shows_the_tools(sums, tmp_path,
         main(directory.root)
         return [line["loss"] for line in journal(directory)]
 
-    environments = EnvironmentPool(interaction, chat_template="<tool_call>")
-    try:
-        schemas = environments.schemas()
-    finally:
-        environments.close()
-    assert [one["function"]["name"] for one in schemas] == ["add"]
-    plain, shown = losses("plain"), losses("shown", chat_template_kwargs={"tools": schemas})
-    assert losses("offered", interaction) == shown != plain
+    offers = [InteractionConfig(**offer, workers=1) for offer in ({"tools": ["my_tools:add"]}, {"environment": "my_tools:Shop"})]
+    schemas = []
+    for interaction in offers:
+        environments = EnvironmentPool(interaction, chat_template="<tool_call>")
+        try:
+            schemas.append(environments.schemas())
+        finally:
+            environments.close()
+    assert [one["function"]["name"] for one in schemas[0]] == ["add"]
+    assert schemas[0] == schemas[1]
+    plain, shown = losses("plain"), losses("shown", chat_template_kwargs={"tools": schemas[0]})
+    assert shown != plain
+    for interaction in offers:
+        assert losses(f"offered-{offers.index(interaction)}", interaction) == shown

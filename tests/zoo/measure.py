@@ -249,7 +249,7 @@ def _distance(left: Tensor | None, right: Tensor | None) -> float:
 
 def _sampling(verdict: Verdict, which: str, model: Any, policy: Any, *, whole: bool) -> None:
     """Completions of groups of prompts, greedy and sampled, with the log-probabilities that the engine reports."""
-    for shared in (True, False) if whole else (True,):
+    for shared in (True, False) if whole and which == "adapter" else (True,):
         part = f"{which}, {'shared' if shared else 'repeated'} prompts"
         with _watched(verdict, f"sampling, {part}", refusable=True):
             engine = LocalEngine(policy, _tokenizer(), share_prompts=shared)
