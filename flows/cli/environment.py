@@ -149,6 +149,7 @@ def _names_server() -> bool:
 def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()
+    from flows.temporary_server import check_database, lock_temporary_server
     from grpo_tasks.running.prefect_server import configured_server
 
     server = configured_server()
@@ -156,9 +157,6 @@ def prepare_flow() -> None:
         # The long retries are for a server that disappears during a run, not for one that was never there.
         server.count_runs()
         return
-    from flows.locked_server import check_database
-    from flows.temporary_server import lock_temporary_server
-
     check_database()
     if os.environ[RETRIES] == MANY:
         # Nobody restarts a temporary server, so there is no point in waiting long for it.
@@ -217,8 +215,10 @@ class Command:
 def report_errors(*, reads: bool = False) -> Iterator[Command]:
     """Show a `UserError` as a panel on stderr and exit with its code; let every other exception through with its traceback.
 
-    Ctrl-C exits with code 130 and says from where the same command continues. SIGTERM and SIGHUP say the same. A command that
-    only `reads` records nothing, so no title may say that it could not.
+    Ctrl-C exits with code 130 and says from where the same command continues. SIGTERM and SIGHUP say the same.
+
+    Args:
+        reads: the command records nothing, so no title may say that it could not.
     """
     command = Command()
     try:
