@@ -66,8 +66,7 @@ def names(address):
 
 
 @pytest.mark.long
-@pytest.mark.ci
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, tokenizer, prompts, tmp_path, merged):
     with receiver(tmp_path / "theirs") as (address, _):
         engine = engine_for(elsewhere[:1], [address], policy, tokenizer, tmp_path, merged=merged)
