@@ -23,7 +23,7 @@ demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on t
 test: $(READY) ## run the quick tests (ARGS="tests/data -k csv" for some; ARGS='-m "not long" tests/data' for a whole room)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not long and not containers" --durations=10 $(ARGS)
 
-test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo, the wheel (25 minutes)
+test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo (ten minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
 
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (four hours)
