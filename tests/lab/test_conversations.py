@@ -24,8 +24,8 @@ def sample(row, *rewards):
         said = {"text": text, "start": 2 * index, "end": 2 * index + 2, "message": {"role": "assistant", "content": text}}
         turns.append(turn | said)
     whole = {"prompt": [dict(message) for message in row.messages], "turns": turns, "ending": "done", "error": None}
-    told = [json.dumps(whole | {"reward": reward}) for reward in rewards]
-    return GroupSample(row.prompt_id, ["4"] * len(rewards), [[1] * 4] * len(rewards), told)
+    conversations = [json.dumps(whole | {"reward": reward}) for reward in rewards]
+    return GroupSample(row.prompt_id, ["4"] * len(rewards), [[1] * 4] * len(rewards), conversations)
 
 
 @pytest.fixture
