@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-REPORT_S = 0.25
-"""Shortest time between two reports about one piece of work; its begin and its end are always reported."""
 STEADY_S = 2.0
 """Rate and time left are reported after this time: before it they say little."""
 
@@ -97,22 +95,20 @@ class Count:
 
     def __init__(self, doing: str, total: int = 0, unit: str = "") -> None:
         self._progress, self._listener = Progress(doing, total=total, unit=unit), _listener.get()
-        self._began, self._reported, self._tokens = time.monotonic(), 0.0, 0
-        self._tell(self._began)
+        self._began, self._tokens = time.monotonic(), 0
+        self._tell()
 
     def add(self, done: int = 1, *, tokens: int = 0, begun: float = 0.0) -> None:
         """Count what was done since the last call, and how much of the next ones is `begun`, in the same unit."""
         self._tokens += tokens
         done, total = self._progress.done + done, self._progress.total
         self._progress = replace(self._progress, done=done, share=(done + begun) / total if begun and total else None)
-        now = time.monotonic()
-        if now - self._reported >= REPORT_S or self._progress.done == self._progress.total:
-            self._tell(now)
+        self._tell()
 
-    def _tell(self, now: float) -> None:
+    def _tell(self) -> None:
         if self._listener is None:
             return
-        self._reported, spent_s, share = now, now - self._began, self._progress.percent / 100
+        spent_s, share = time.monotonic() - self._began, self._progress.percent / 100
         steady = spent_s >= STEADY_S
         left_s = spent_s * (1 - share) / share if steady and 0 < share < 1 else None
         figures = f"{self._tokens / spent_s:.0f} tokens/s" if steady and self._tokens else ""

@@ -14,9 +14,11 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -196,15 +198,10 @@ def run_child(work: Callable[[Path], None]) -> None:
     warnings.showwarning = showwarning
     warnings.simplefilter("default", Notice)
 
-    def write(progress: Progress) -> None:
-        # The disk may be full: the work itself says so.
-        with contextlib.suppress(OSError), replacing(directory / PROGRESS) as unfinished:
-            unfinished.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-
     try:
         try:
             # One of the ranks speaks for all.
-            with listening(write) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+            with _written_progress(directory) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
                 work(directory)
         except UserError as error:
             (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
@@ -216,3 +213,25 @@ def run_child(work: Callable[[Path], None]) -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
         sys.exit(DISK_FULL)
+
+
+@contextlib.contextmanager
+def _written_progress(directory: Path) -> Iterator[None]:
+    """Within the block a thread writes the latest progress into the folder: what is reported a thousand times a second, too."""
+    latest, ended = deque[Progress](maxlen=1), threading.Event()
+
+    def write() -> None:
+        while not ended.wait(POLL_S):
+            if not latest:
+                continue
+            progress = latest.popleft()
+            # The disk may be full: the work itself says so.
+            with contextlib.suppress(OSError), replacing(directory / PROGRESS) as unfinished:
+                unfinished.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+
+    threading.Thread(target=write, name="progress", daemon=True).start()
+    try:
+        with listening(latest.append):
+            yield
+    finally:
+        ended.set()
