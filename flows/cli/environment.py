@@ -107,6 +107,8 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
+    for name in ("prefect", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(_drop_notices)
 
 
 def prepare_step(config: "RunConfig", *, device: bool) -> bool:
@@ -200,6 +202,12 @@ def _point_to_the_end(record: logging.LogRecord) -> bool:
     elif record.getMessage().startswith("Finished in state Failed("):
         record.msg, record.args = "Finished in state Failed", None
     return True
+
+
+def _drop_notices(record: logging.LogRecord) -> bool:
+    # What the command itself says, or nobody asked for: the lines of the run and of its server in the background.
+    notices = ("Starting temporary server", "Stopping temporary server", "Beginning flow run", "Finished in state Completed(")
+    return not record.getMessage().startswith(notices)
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
