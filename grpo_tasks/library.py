@@ -16,6 +16,8 @@
     print(evaluate(config, merged.model, data, "work/evaluation").metrics["format_rate"])
     print(generate(config, merged.model, ["What is 15 + 27?"]))
 
+Within `with listening(show):` (grpo_tasks/kit/progress.py) each function tells `show` how far it is.
+
 Each function writes its files into the folder that it is given, and returns the result object of the pipeline's step
 (schemas/results/), which the next function takes. Training, merging and sampling run in a child process, so their memory is free
 afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
@@ -41,6 +43,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import TYPE_CHECKING, Any
 
 from grpo_tasks.data.table import prompt_id, read_table
+from grpo_tasks.running.progress import StageProgress, StepProgress
 from grpo_tasks.running.step import Inputs, Made, Step
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
@@ -145,7 +148,11 @@ def train_stage(
         require_prompts(choice.counts, settings, config.difficulty.min_prompts)
         train = choice.write(StageDir(folder))
     spec = StageSpec.of(config, settings, start, data, key=key, train=train, resources=config.resources)
-    return run_stage(spec, folder, in_process=in_process)
+    with (
+        StepProgress(f"train_stage-{settings.name}", folder),
+        StageProgress(settings, StageDir(folder), ship=lambda: None) as progress,
+    ):
+        return run_stage(spec, folder, in_process=in_process, tick=progress.tick)
 
 
 def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *inputs: Any) -> Made:
