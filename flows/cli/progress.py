@@ -14,6 +14,8 @@ from grpo_tasks.kit.progress import Progress, duration, listening
 PAINT_S = 0.5
 LINE_S = 25.0
 """Seconds between two lines in a pipe."""
+HALF_LINE_S = 3.0
+"""Seconds after which a line that somebody has left without an end gets one."""
 SPINNER = "|/-\\"
 _ERASE = "\r\x1b[2K"
 
@@ -27,7 +29,10 @@ def shown_progress(doing: str) -> Iterator[None]:
 
     def show() -> None:
         while not ended.wait(PAINT_S if in_terminal else LINE_S):
-            line.paint(shown.line(line.width)) if in_terminal else print(shown.line(), file=stderr, flush=True)
+            if in_terminal:
+                line.paint(shown.line(line.width))
+            else:
+                print(shown.line(), file=stderr, flush=True)
 
     line = _BottomLine(stderr)
     thread = threading.Thread(target=show, name="progress", daemon=True)
@@ -71,7 +76,8 @@ class _BottomLine:
     """The last line of the terminal, below everything that is printed."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._lock, self._painted, self._free, self._turn = stream, threading.RLock(), False, True, 0
+        self._stream, self._lock, self._painted, self._turn = stream, threading.RLock(), False, 0
+        self._free, self._written = True, 0.0
 
     @property
     def width(self) -> int:
@@ -84,6 +90,8 @@ class _BottomLine:
     def paint(self, text: str) -> None:
         """Show the line, unless somebody is in the middle of one."""
         with self._lock:
+            if not self._free and time.monotonic() - self._written >= HALF_LINE_S:
+                self.print(self._stream, "\n")
             if self._free:
                 self._turn += 1
                 self._stream.write(f"{_ERASE}{SPINNER[self._turn % len(SPINNER)]} {text}")
@@ -100,7 +108,7 @@ class _BottomLine:
     def print(self, stream: TextIO, text: str) -> int:
         with self._lock:
             self.erase()
-            self._free = text.endswith("\n") if text else self._free
+            self._free, self._written = text.endswith("\n") if text else self._free, time.monotonic()
             return stream.write(text)
 
 

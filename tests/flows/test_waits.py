@@ -71,9 +71,12 @@ def test_a_log_line_stands_above_the_line_of_progress(monkeypatch):
             sys.stderr.write("half a line")
             time.sleep(0.05)
             sys.stderr.write(", and its end\n")
+            monkeypatch.setattr(progress_module, "HALF_LINE_S", 0.0)
+            sys.stderr.write("a line without an end")
+            until(lambda: lines_of(shown)[-2:-1] == ["a line without an end"])
         log.removeHandler(handler)
         file.write("the result\n")
-    assert lines_of(shown) == ["something happened", "half a line, and its end", "the result", ""]
+    assert lines_of(shown) == ["something happened", "half a line, and its end", "a line without an end", "the result", ""]
     assert re.search(r"completions, (40|39) s left$", painted(shown)[-1])
 
 
