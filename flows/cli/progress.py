@@ -5,11 +5,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TextIO
 
 from grpo_tasks.kit.progress import Progress, duration, listening
+from schemas.secret import hide_output
 
 PAINT_S = 0.5
 LINE_S = 25.0
@@ -23,16 +24,20 @@ _ERASE = "\r\x1b[2K"
 @contextmanager
 def shown_progress(doing: str) -> Iterator[None]:
     """Show on stderr how far the work of the block has come. A thread does it, so also while nothing is reported."""
+    # Of the streams themselves: those that take their place are gone afterwards.
+    hide_output()
     shown, ended = _Shown(doing), threading.Event()
     stderr, stdout = sys.stderr, sys.stdout
     in_terminal = stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show() -> None:
         while not ended.wait(PAINT_S if in_terminal else LINE_S):
-            if in_terminal:
-                line.paint(shown.line(line.width))
-            else:
-                print(shown.line(), file=stderr, flush=True)
+            # The terminal may be gone, or nobody reads the pipe any more: that is no fault of the work.
+            with suppress(OSError):
+                if in_terminal:
+                    line.paint(shown.line(line.width))
+                else:
+                    print(shown.line(), file=stderr, flush=True)
 
     line = _BottomLine(stderr)
     thread = threading.Thread(target=show, name="progress", daemon=True)
@@ -48,7 +53,8 @@ def shown_progress(doing: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        line.erase()
+        with suppress(OSError):
+            line.erase()
         sys.stderr, sys.stdout = stderr, stdout
 
 

@@ -67,7 +67,7 @@ def test_a_log_line_stands_above_the_line_of_progress(monkeypatch):
             until(lambda: any(text.startswith("reading the config, ") for text in painted(shown)))
             report(Progress("sampling", 12, 64, "completions", left_s=40.0, step="probe_rewards", number=3, steps=14))
             until(lambda: painted(shown)[-1].startswith("3/14 probe_rewards: sampling 12/64 completions, "))
-            log.warning("something happened")
+            log.warning("something happened at postgresql://me:planted@host/db")
             sys.stderr.write("half a line")
             time.sleep(0.05)
             sys.stderr.write(", and its end\n")
@@ -75,8 +75,15 @@ def test_a_log_line_stands_above_the_line_of_progress(monkeypatch):
             sys.stderr.write("a line without an end")
             until(lambda: lines_of(shown)[-2:-1] == ["a line without an end"])
         log.removeHandler(handler)
-        file.write("the result\n")
-    assert lines_of(shown) == ["something happened", "half a line, and its end", "a line without an end", "the result", ""]
+        print("the result at postgresql://me:planted@host/db", file=sys.stderr)
+    hidden = "at postgresql://me:***@host/db"
+    assert lines_of(shown) == [
+        f"something happened {hidden}",
+        "half a line, and its end",
+        "a line without an end",
+        f"the result {hidden}",
+        "",
+    ]
     assert re.search(r"completions, (40|39) s left$", painted(shown)[-1])
 
 
