@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -49,6 +49,30 @@ def run(
         # Before a temporary server is started, which takes longer.
         check_tracking(settings)
         show_pipeline(settings, grpo_pipeline(settings, fresh))
+
+
+def retrain(
+    config: Config,
+    start_from: Annotated[
+        Literal["base", "champion"], typer.Option("--from", help="Where training starts: the base model or the current champion.")
+    ] = "base",
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Train a registered model again if its data, code or config have changed since its last version, then decide."""
+    with report_errors() as command:
+        settings = checked_config(config, override)
+        command.folder = settings.resources.output_dir / settings.name
+        _begin(settings, "comparing with the last version")
+        prepare_flow()
+        from flows.preflight import check_tracking
+        from flows.retrain import retrain_flow
+
+        check_tracking(settings)
+        result = retrain_flow(config, override, start_from, fresh)
+        say(result.reason)
+        if (made := result.publication) is not None:
+            say(f"{made.model_name} version {made.model_version}: grpo chat {made.model_name}/{made.model_version}")
 
 
 def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:

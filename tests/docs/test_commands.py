@@ -58,6 +58,7 @@ ELSEWHERE = {
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, '"rewards": ["rewards", config]'),
     "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty.py", 'grpo("difficulty"'),
+    "grpo retrain config.yaml": ("tests/flows/test_retrain.py", "['retrain', 'small.yaml']"),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
     "grpo run config.yaml --set model.path=grpo-demo@champion": (
         "tests/flows/test_export.py",
