@@ -26,7 +26,7 @@ FIRST_ROWS = 200
 LARGE_BYTES = 64 * 2**20
 STRUCTURE_S = 300.0
 """Time limit for building the model that config.json describes, without weights. It takes seconds; the hub may be slow."""
-EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
+EXTRAS = {"trl": "trl", "bitsandbytes": "gpu", "tensorboard": "tensorboard", "wandb": "wandb"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
 
@@ -171,16 +171,19 @@ def check_output(config: RunConfig) -> None:
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Refuse an MLflow store that does not answer, before anything is hashed or another server is started."""
+    """Refuse an MLflow store that does not answer or a tracker without a login, before anything is hashed or served."""
     # Here, because it imports MLflow.
+    from grpo_tasks.tracking.report_to import check_reports
     from grpo_tasks.tracking.store import check_store
 
+    check_reports(config.tracking)
     check_store(config.tracking)
 
 
 def check_installed(config: RunConfig) -> None:
     """Refuse settings that need a library which is not installed; the error names the extra that installs it."""
     needed = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
+    needed += [("tracking.report_to", tracker) for tracker in config.tracking.report_to]
     for stage in config.stages:
         needed += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []
         needed += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []

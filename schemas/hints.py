@@ -71,7 +71,6 @@ OURS = _by_name(
         "stages[].save_steps": "save_strategy",
         "stages[].logging_steps": "logging_strategy",
         "tracking.tracking_uri": "logging_dir",
-        "tracking.tracking_uri (MLflow is the only tracker)": "report_to",
         "name": "run_name",
         "tracking.experiment": "project",
         "stages[].log_completions_steps (completions are always kept)": "log_completions",
@@ -130,7 +129,7 @@ NOTHING = _by_name(
         "guards.not_finite decides what follows a value that is not finite": "logging_nan_inf_filter",
         "GRPO logs the same lines always": "log_level log_level_replica",
         "the progress bar shows itself in a terminal only": "disable_tqdm",
-        "MLflow is the only tracker": "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "tracking.report_to knows tensorboard and wandb": "trackio_space_id trackio_bucket_id trackio_static_space_id",
         "the sections evaluation and stages[].eval_steps describe held-out evaluation completely": (
             "eval_delay prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object "
             "eval_accumulation_steps include_for_metrics batch_eval_metrics"

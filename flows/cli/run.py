@@ -44,9 +44,10 @@ def run(
         _begin(settings, "starting Prefect and MLflow")
         prepare_flow()
         from flows.pipeline import grpo_pipeline
-        from flows.preflight import check_tracking
+        from flows.preflight import check_installed, check_tracking
 
         # Before a temporary server is started, which takes longer.
+        check_installed(settings)
         check_tracking(settings)
         show_pipeline(settings, grpo_pipeline(settings, fresh))
 
@@ -65,9 +66,10 @@ def retrain(
         command.folder = settings.resources.output_dir / settings.name
         _begin(settings, "comparing with the last version")
         prepare_flow()
-        from flows.preflight import check_tracking
+        from flows.preflight import check_installed, check_tracking
         from flows.retrain import retrain_flow
 
+        check_installed(settings)
         check_tracking(settings)
         result = retrain_flow(config, override, start_from, fresh)
         say(result.reason)
