@@ -73,7 +73,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def base_model(config: RunConfig) -> ModelRef:
     """The base model of a config: where training starts by default, and what to compare a trained model with."""
-    return ModelRef(path=config.model.path, revision=config.model.revision)
+    adapter = config.start_from and config.start_from.resolve()
+    return ModelRef(path=config.model.path, revision=config.model.revision, adapter=adapter)
 
 
 def load_data(config: RunConfig, directory: str | Path) -> DataReport:

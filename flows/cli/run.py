@@ -37,9 +37,9 @@ def run(
         settings = checked_config(named_config(config), [*(override or []), *alone])
         command.folder = settings.resources.output_dir / settings.name
         if dry_run:
-            from flows.preflight import check_structure
+            from flows.preflight import check_start, check_structure
 
-            show_plan(settings, check_structure(settings, hub=False))
+            show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False)])
             return
         _begin(settings, "starting Prefect and MLflow")
         prepare_flow()
@@ -87,7 +87,8 @@ def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
     ]
     if described := describe_difficulty(config):
         rows.append(("measure_difficulty", described))
-    rows.append(("evaluate_model", f"base: {config.model.path}"))
+    start = "" if config.start_from is None else f" with the adapter {config.start_from}"
+    rows.append(("evaluate_model", f"base: {config.model.path}{start}"))
     rows += [(f"train_stage {stage.name}", describe_stage(stage)) for stage in config.stages]
     asked = config.model.merged_dtype
     precision = "the shortest precision that keeps 95 % of what training changed" if asked == "auto" else asked
@@ -240,7 +241,8 @@ def train(
     config: Config,
     stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path.")
+        str | None,
+        typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: as the config says."),
     ] = None,
     override: Set = None,
     fresh: Fresh = False,

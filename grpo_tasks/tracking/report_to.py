@@ -184,7 +184,7 @@ class Report:
         """Whether the writer is open; it stays closed when an earlier process has sent the same updates."""
         if self._writer is not None:
             return True
-        self._held.enter_context(file_lock(self._note.with_suffix(".lock"), holder="another run"))
+        self._held.enter_context(file_lock(self._note.with_name(f"{self._note.name}.lock"), holder="another run"))
         try:
             if self._note.exists() and self._note.read_text(encoding="utf-8") == str(self._last_step):
                 self._held.close()
