@@ -63,6 +63,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Servers and deployments": (
         operate.up,
         operate.down,
+        operate.clean,
         operate.ui,
         operate.serve,
         operate.weights_server,
