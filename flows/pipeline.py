@@ -80,7 +80,7 @@ def run_pipeline(
 def train_and_evaluate(run: FlowRun) -> Trained:
     """Every step before the decision, in order."""
     config = run.config
-    for note in [*check_start(config), *check_structure(config, hub=True)]:
+    for note in [*check_start(run.inputs.given), *check_structure(config, hub=True)]:
         warn(note)
     data = validated_data(run)
     guards = validate_guards(run)

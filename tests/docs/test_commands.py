@@ -55,6 +55,8 @@ ELSEWHERE = {
     "grpo up": (SERVERS, 'grpo("up"'),
     "grpo up --workers 2": (SERVERS, '"--workers", "2"'),
     "grpo down": (SERVERS, 'grpo("down"'),
+    "grpo clean": ("tests/operating/test_clean.py", 'grpo("clean")'),
+    "grpo clean --superseded --caches --yes": ("tests/operating/test_clean.py", '"--superseded", "--caches"'),
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, '"rewards": ["rewards", config]'),
     "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty.py", 'grpo("difficulty"'),

@@ -136,7 +136,7 @@ def test_what_a_run_or_a_process_uses_stays_even_if_it_is_named(runs, tmp_path):
             assert "in use by the run locked" in shown
             assert f"in use by process {process.pid}" in shown
             assert "removed: 0.0 MB" in shown
-            clean("--caches", "--superseded", "--yes")
+            clean("--superseded", "--caches", "--yes")
         assert all(len(list((folder / "train_stage").iterdir())) == 3 for folder in (locked, named))
         assert (tmp_path / "runs" / "models").exists()
     finally:
