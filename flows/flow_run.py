@@ -59,6 +59,8 @@ class FlowRun:
     fresh: bool
     flow_run_id: str | None
     pruning: Pruning | None = None
+    steps: int = 0
+    begun: int = 0
     sections: dict[str, str] = field(default_factory=dict)
     """What the report says of steps that it does not know, by step (Markdown)."""
     _shown: dict[str, UUID] = field(default_factory=dict)
@@ -173,12 +175,13 @@ def open_flow_run(
     variant: VariantSpec | None = None,
     key: str | None = None,
     copies: Path | None = None,
+    steps: int = 0,
 ) -> Iterator[FlowRun]:
     """Check the config against this machine, freeze its inputs, then open the MLflow run of the config, the inputs and the code.
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
-    `key` is that of a run that waits only for a decision: its inputs were checked before, and may have changed since. `copies`
-    holds the user's own modules, where they were copied before.
+    `steps` says how many steps follow; 0: not known. `key` is that of a run that waits only for a decision: its inputs were
+    checked before, and may have changed since. `copies` holds the user's own modules, where they were copied before.
     """
     check_working_directory()
     check_installed(config)
@@ -214,7 +217,7 @@ def open_flow_run(
     ):
         pruning = variant.pruning if variant else None
         warn(tracked.said_about_files())
-        run = FlowRun(tracked, inputs, folder, fresh, run_id, pruning)
+        run = FlowRun(tracked, inputs, folder, fresh, run_id, pruning, steps)
         run.show_links()
         yield run
         for change in inputs.newly_changed():

@@ -14,7 +14,15 @@ import grpo_tasks.steps
 from flows.flow_run import open_flow_run, warn
 from flows.model_names import adapter_model, copy_model, is_adapter, named_model, with_local_model
 from flows.preflight import check_start, check_structure
-from flows.steps import base_model, evaluation_of, measured_difficulty, trained_stage, validate_guards, validated_data
+from flows.steps import (
+    base_model,
+    evaluation_of,
+    measured_at_start,
+    measured_difficulty,
+    trained_stage,
+    validate_guards,
+    validated_data,
+)
 from grpo_tasks.running.step import Step
 from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.prepare_data import prepare_data
@@ -38,7 +46,7 @@ def validate(config: RunConfig, fresh: bool = False) -> DataReport:
         fresh: run every step again, even if its inputs have not changed.
     """
     config = with_local_model(config)
-    with open_flow_run(config, flow="validate", fresh=fresh) as run:
+    with open_flow_run(config, flow="validate", fresh=fresh, steps=2 + len(config.promotion.guards)) as run:
         data = validated_data(run)
         validate_guards(run)
         return data
@@ -52,7 +60,7 @@ def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
         fresh: run every step again, even if its inputs have not changed.
     """
     config = with_local_model(config)
-    with open_flow_run(config, flow="rewards", fresh=fresh) as run:
+    with open_flow_run(config, flow="rewards", fresh=fresh, steps=3) as run:
         return probe_rewards(run, run.config, base_model(run.config), validated_data(run))
 
 
@@ -71,7 +79,7 @@ def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
     neutral = {"measure_difficulty": False, "keep_pass_rate": None, "min_pass_at_group": None}
     stages = [stage.model_copy(update=neutral) for stage in config.stages]
     config = config.model_copy(update={"stages": stages})
-    with open_flow_run(config, flow="difficulty", fresh=fresh) as run:
+    with open_flow_run(config, flow="difficulty", fresh=fresh, steps=3) as run:
         report = measured_difficulty(run, base_model(run.config), validated_data(run))
     assert report is not None, "there are samples or a column"
     return report
@@ -86,7 +94,7 @@ def evaluate(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
         fresh: run every step again, even if its inputs have not changed.
     """
     config = with_local_model(config)
-    with open_flow_run(config, flow="evaluate", fresh=fresh) as run:
+    with open_flow_run(config, flow="evaluate", fresh=fresh, steps=3) as run:
         return evaluation_of(run, "model", named_model(model, config), validated_data(run))
 
 
@@ -103,7 +111,7 @@ def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergePro
     # A model may be what this command copied before it was killed; `copy_model` compares.
     if into is not None and into.exists() and any(into.iterdir()) and not (into / "config.json").exists():
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
-    with open_flow_run(config, flow="merge") as run:
+    with open_flow_run(config, flow="merge", steps=3) as run:
         proof = merge_adapter(run, run.config, ref, validated_data(run))
     if into is not None:
         copy_model(Path(proof.model.path), into)
@@ -123,7 +131,8 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
         known = ", ".join(known.name for known in config.stages)
         raise ConfigError(f"no stage {stage} in this config", place="stage", fix=f"one of {known}")
     config = with_local_model(config)
-    with open_flow_run(config, flow="train", fresh=fresh) as run:
+    measured = bool(measured_at_start(config)) + config.stage(stage).measure_difficulty
+    with open_flow_run(config, flow="train", fresh=fresh, steps=3 + measured) as run:
         if start:
             config = config.model_copy(update={"start_from": Path(start) if is_adapter(Path(start)) else None})
         for note in [*check_start(config, place="--from" if start else "start_from"), *check_structure(config, hub=True)]:

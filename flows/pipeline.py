@@ -15,6 +15,7 @@ from flows.steps import (
     evaluate_guards,
     evaluation_of,
     measured_difficulty,
+    num_steps,
     published,
     trained_stage,
     validate_guards,
@@ -67,7 +68,8 @@ def run_pipeline(
     asked, made = load_pending_decision(), None
     if asked is None:
         config = with_local_model(config)
-        with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended(), copies=copies) as run:
+        fresh, steps = fresh and not was_suspended(), num_steps(config)
+        with open_flow_run(config, flow="pipeline", fresh=fresh, copies=copies, steps=steps) as run:
             # Now, because the fork server is idle while the data is read.
             prepare_publishing()
             if config.promotion.against_champion:

@@ -37,16 +37,29 @@ def validated_data(run: FlowRun) -> DataReport:
     return validate_data(run, run.config, prepare_data(run, run.config))
 
 
+def num_steps(config: RunConfig) -> int:
+    """How many steps a run of the pipeline has, if the champion need not be evaluated."""
+    guards, stages = len(config.promotion.guards), config.stages
+    evaluated = len(stages) if config.evaluation.stages else 1
+    measured = bool(measured_at_start(config)) + sum(stage.measure_difficulty for stage in stages)
+    # The data, the lab, the base, merge, merged model, publication, report; each guard is checked, then evaluated three times.
+    return 8 + 4 * guards + measured + len(stages) + evaluated
+
+
 def measured_difficulty(run: FlowRun, start: ModelRef, data: DataReport) -> DifficultyReport | None:
     """The pass rates of the training prompts for the stages that do not measure their own; None where no stage has any.
 
     Stops when `keep_pass_rate` of one of these stages leaves too few prompts.
     """
-    difficulty = run.config.difficulty
-    stages = [stage for stage in run.config.stages if stage.kind != "sft" and not stage.measure_difficulty]
-    if not stages or (difficulty.samples == 0 and difficulty.pass_rate_column is None):
-        return None
-    return _difficulty(run, "start", start, data, stages)
+    stages = measured_at_start(run.config)
+    return _difficulty(run, "start", start, data, stages) if stages else None
+
+
+def measured_at_start(config: RunConfig) -> list[StageConfig]:
+    """The stages whose pass rates are those of the model that the run starts from."""
+    if config.difficulty.samples == 0 and config.difficulty.pass_rate_column is None:
+        return []
+    return [stage for stage in config.stages if stage.kind != "sft" and not stage.measure_difficulty]
 
 
 def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, stages: Sequence[StageConfig]) -> DifficultyReport:
@@ -91,6 +104,7 @@ def published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> Public
         found = fetch_champion(config.registered_model, config.tracking, (run.output / "champions").resolve())
         champion = found and found[0]
         if found is not None and found[0].sha256 != trained.merged.sha256:
+            run.steps += bool(run.steps)
             rivals.append(evaluation_of(run, "champion", found[1], trained.data))
     else:
         champion = current_champion(store, config.registered_model)

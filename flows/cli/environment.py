@@ -40,6 +40,7 @@ _STEP = re.compile(r"step-([0-9]+)")
 RETRIES = "PREFECT_CLIENT_MAX_RETRIES"
 MANY, FEW = "8", "4"
 """How often the client repeats a request to Prefect, after 2, 4, 8 ... seconds."""
+LOG_FORMAT, LOG_TIME = "%(asctime)s | %(levelname)-7s | %(message)s", "%H:%M:%S"
 DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -53,6 +54,11 @@ DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "GIT_PYTHON_REFRESH": "quiet",
+    # Without the name of the flow run or task run: a line of the log fits in a terminal.
+    **dict.fromkeys(
+        ("PREFECT_LOGGING_FORMATTERS_STANDARD_FLOW_RUN_FMT", "PREFECT_LOGGING_FORMATTERS_STANDARD_TASK_RUN_FMT"), LOG_FORMAT
+    ),
+    "PREFECT_LOGGING_FORMATTERS_STANDARD_DATEFMT": LOG_TIME,
 }
 """Environment variables set for every command, unless the user has set them."""
 
@@ -118,9 +124,9 @@ def prepare_step(config: "RunConfig", *, device: bool) -> bool:
     if (device and slots_of(config.resources)) or _names_server():
         prepare_flow()
         return True
-    # What the steps log goes to stderr: time and message, as Prefect's log has them.
+    # What the steps log goes to stderr, as Prefect's log does.
     log, handler = logging.getLogger("grpo"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt=LOG_TIME))
     handler.addFilter(_hide_secrets)
     if not log.handlers:
         log.addHandler(handler)

@@ -8,6 +8,7 @@ import typer
 
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step, report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
+from flows.cli.progress import shown_progress
 from flows.cli.show import out, print_table, say, show_sections, table_of
 from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
@@ -42,14 +43,16 @@ def run(
             show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False)])
             return
         _begin(settings, "starting Prefect and MLflow")
-        prepare_flow()
-        from flows.pipeline import grpo_pipeline
-        from flows.preflight import check_installed, check_tracking
+        with shown_progress("starting Prefect and MLflow"):
+            prepare_flow()
+            from flows.pipeline import grpo_pipeline
+            from flows.preflight import check_installed, check_tracking
 
-        # Before a temporary server is started, which takes longer.
-        check_installed(settings)
-        check_tracking(settings)
-        show_pipeline(settings, grpo_pipeline(settings, fresh))
+            # Before a temporary server is started, which takes longer.
+            check_installed(settings)
+            check_tracking(settings)
+            result = grpo_pipeline(settings, fresh)
+        show_pipeline(settings, result)
 
 
 def retrain(
@@ -65,13 +68,14 @@ def retrain(
         settings = checked_config(config, override)
         command.folder = settings.resources.output_dir / settings.name
         _begin(settings, "comparing with the last version")
-        prepare_flow()
-        from flows.preflight import check_installed, check_tracking
-        from flows.retrain import retrain_flow
+        with shown_progress("starting Prefect and MLflow"):
+            prepare_flow()
+            from flows.preflight import check_installed, check_tracking
+            from flows.retrain import retrain_flow
 
-        check_installed(settings)
-        check_tracking(settings)
-        result = retrain_flow(config, override, start_from, fresh)
+            check_installed(settings)
+            check_tracking(settings)
+            result = retrain_flow(config, override, start_from, fresh)
         say(result.reason)
         if (made := result.publication) is not None:
             say(f"{made.model_name} version {made.model_version}: grpo chat {made.model_name}/{made.model_version}")
@@ -172,13 +176,14 @@ def _begin(config: RunConfig, doing: str) -> None:
 def _one_step(function: str, doing: str, config: RunConfig, /, *, device: bool = True, **inputs: Any) -> Any:
     """What one step makes: in a flow where a Prefect server or a GPU slot is involved, by a plain function otherwise."""
     _begin(config, doing)
-    if prepare_step(config, device=device):
-        from flows import single
+    with shown_progress(doing):
+        if prepare_step(config, device=device):
+            from flows import single
 
-        return getattr(single, f"{function}_flow")(config=config, **inputs)
-    from flows import one_step
+            return getattr(single, f"{function}_flow")(config=config, **inputs)
+        from flows import one_step
 
-    return getattr(one_step, function)(config=config, **inputs)
+        return getattr(one_step, function)(config=config, **inputs)
 
 
 def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:

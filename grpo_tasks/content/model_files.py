@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from grpo_tasks.content.hashes import file_sha256, files_below
+from grpo_tasks.kit.progress import Progress, report
 from schemas.config.rollout import TEMPLATE_DATE
 from schemas.errors import DamagedError, ModelError
 
@@ -54,6 +55,7 @@ def hub_snapshot(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        report(Progress(f"downloading {repository}"))
         return Path(snapshot_download(repository))
     except Exception as error:  # no network, no such model, no permission: huggingface_hub has a class for each
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

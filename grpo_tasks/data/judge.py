@@ -26,6 +26,7 @@ from grpo_tasks.data.rules import (
     relation_keys,
     row_rules,
 )
+from grpo_tasks.kit.progress import Count
 from schemas.config.data import PromptFormat
 from schemas.config.run import RunConfig
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
@@ -88,11 +89,11 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", mar
     rules = row_rules(config.completion.tags, markers, form)
     exact = rows.height <= EXACT_ROWS
     rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
+    slices, count = list[_Slice](), Count("checking", rows.height, "rows")
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
-        slices = [
-            _judge_slice(one, rules=rules, counter=counter, exact=exact, config=config, form=form, pool=pool)
-            for one in rows.iter_slices(_SLICE_ROWS)
-        ]
+        for one in rows.iter_slices(_SLICE_ROWS):
+            slices.append(_judge_slice(one, rules=rules, counter=counter, exact=exact, config=config, form=form, pool=pool))
+            count.add(one.height)
         judged = pl.concat([one.rows.hstack(one.hashes.result()) for one in slices])
     broken = pl.concat([one.broken for one in slices]).filter(~pl.col("rule").is_in(list(ignored)))
     broken, dropped = _compare_rows(judged, broken, config=config, ignored=ignored)

@@ -35,6 +35,7 @@ from grpo_tasks.data.chunks import (
 from grpo_tasks.data.jsonl import MAX_LINE_BYTES, UTF8, encoding_of, open_as_utf8, read_jsonl, refuse_other_format, wrong_encoding
 from grpo_tasks.data.records import Columns, Fault, Fields, Record, short_json, shorten
 from grpo_tasks.kit.files import replacing
+from grpo_tasks.kit.progress import Count
 from schemas.config.data import DataConfig, DataSource, template_columns
 from schemas.errors import DataError
 from schemas.paths import is_local, resolve, why_not_a_file
@@ -95,12 +96,14 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
     path = Path(resolve(source.path))
     before = None if layout.format == "hub" else _stamp(path)
     summary, rows_digest = ScanSummary(), hashlib.sha256()
+    count = Count(f"reading {path.name}", unit="rows")
     with ThreadPoolExecutor(1) as pool:
         # hashlib releases the interpreter lock, so the file is hashed while it is read.
         file_digest = None if layout.format == "hub" else pool.submit(file_sha256, path)
         for chunk in _chunks(source, split, layout, columns=columns, rows_digest=rows_digest):
             writer.write_table(chunk.table)
             summary.add(chunk.summary)
+            count.add(chunk.table.num_rows)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
     if source.sha256 is not None and (sha256 != source.sha256 or _stamp(path) != before):
         # The key of the run, and of this step, is that of the other contents.

@@ -14,6 +14,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, FunctionTrial
 from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probes import (
@@ -78,11 +79,12 @@ def run_lab(
     with RewardWorker(config.rewards, names, completion=config.completion, tasks=config.task_rewards(), log=log) as worker:
         golds = own_golds(config.lab.gold, chosen, worker)
         probe_set = make_probe_set(config, rows, chosen, golds, base_samples)
-        functions = {}
+        functions, count = {}, Count("testing the reward functions", len(names))
         for name in names:
             settings = config.rewards.resolve(name)
             assert settings is not None, f"unknown reward {name}"
             functions[name] = FunctionTrial(name, settings, probe_set, worker).run(longest)
+            count.add()
     forecasts = _forecasts(config, base_samples or [], functions)
     judged, not_judged = check_judges(names, config.rewards)
     hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}

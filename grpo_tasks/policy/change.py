@@ -22,6 +22,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.kit.progress import Count, Progress, report
 from grpo_tasks.policy.batch import pad
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import generation_of
@@ -106,6 +107,7 @@ def complete(
     # Given to generate() instead, what the config leaves open would come from the model's own.
     causal = causal_model(model)
     own, causal.generation_config = causal.generation_config, config
+    report(Progress("generating completions", total=len(prompts), unit="completions"))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
@@ -135,19 +137,23 @@ def record_completions(
         for greedy in (True, False)
         for text in complete(policy, tokenizer, prompts, max_new_tokens, greedy=greedy, sampling=Sampling())
     ]
-    top, said = [], []
+    top, said, count = [], [], Count("reading the policy", len(texts), "completions")
     with _largest_value(policy) as largest:
         for text in texts:
             logps = _logps(policy, text)
             # One token less than there are, so that "all others" is never empty.
             top.append(logps.topk(min(TOP, logps.shape[1] - 1)).indices)
             said.append(_position(logps, text, top[-1]))
+            count.add(tokens=len(text.completion))
     return PolicyRecord(texts, top, said, largest[0])
 
 
 def distance(model: CausalLM, of: PolicyRecord) -> Distance:
     """From a model to the policy of the record."""
-    found = [_position(_logps(model, text), text, top) for text, top in zip(of.texts, of.top, strict=True)]
+    found, count = list[Position](), Count("comparing the models", len(of.texts), "completions")
+    for text, top in zip(of.texts, of.top, strict=True):
+        found.append(_position(_logps(model, text), text, top))
+        count.add()
     pairs = list(zip(of.said, found, strict=True))
     kl = torch.cat([(ours.logps.exp() * (ours.logps - theirs.logps)).sum(1) for ours, theirs in pairs])
     moved = torch.cat([(ours.token_logps - theirs.token_logps).abs() for ours, theirs in pairs])

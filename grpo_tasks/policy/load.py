@@ -27,6 +27,7 @@ from transformers import (
 
 from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, end_token_ids, set_template_defaults, starting_rows, token_id
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
@@ -139,6 +140,7 @@ def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dty
         kind, computing = config.quantization, getattr(torch, config.dtype)
         bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computing)
         given |= {"quantization_config": bits, "device_map": {"": device}}
+    report(Progress("loading the model"))
     load = partial(AutoModelForCausalLM.from_pretrained, resolve(ref.path), **given)
     with load_errors("the model", f"model.path: {ref.path}"):
         try:

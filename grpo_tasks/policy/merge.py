@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import completion_text, prompt_ids, set_system_prompt
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy import change
 from grpo_tasks.policy.change import KEPT, Distance, PolicyRecord, Shares, distance
 from grpo_tasks.policy.folded_adapter import CausalLM
@@ -115,6 +116,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             merged = None
             shutil.rmtree(target, ignore_errors=True)
             model.generation_config = generation_of(model, tokenizer, spec.sampling)
+            report(Progress(f"saving the merged model in {dtype}"))
             saved = _save(model, tokenizer, target, dtype=dtype)
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model

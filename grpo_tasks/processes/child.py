@@ -3,8 +3,8 @@
     run_module (here)  ->  python -m MODULE DIRECTORY, forked by fork_server.py  ->  run_child (there)
 
 Both sides know only the files in DIRECTORY: spec.json (what to do), result.json (what came of it, besides the files that the step
-makes) or error.json (the error that the user is shown), notices.txt (what the user should know meanwhile, a line each) and
-log.txt (everything that it prints).
+makes) or error.json (the error that the user is shown), notices.txt (what the user should know meanwhile, a line each),
+progress.json (how far it has come, while it runs) and log.txt (everything that it prints).
 """
 
 import contextlib
@@ -14,19 +14,25 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from grpo_tasks.kit.files import replacing
+from grpo_tasks.kit.progress import Progress, listening, report
 from grpo_tasks.processes.lifetime import die_with_parent, start_module
 from grpo_tasks.processes.serve import tail
 from schemas.errors import ChildDied, DiskFullError, Notice, UserError, disk_full
 from schemas.secret import hide_output
 
 SPEC, RESULT, ERROR, NOTICES, LOG = "spec.json", "result.json", "error.json", "notices.txt", "log.txt"
+PROGRESS = "progress.json"
 DISK_FULL = 28
 """Exit code of a child whose disk is full, where error.json cannot be written either; 28 is ENOSPC."""
 IMPORTS = "imports"
@@ -37,13 +43,14 @@ GRACE_S = 10.0
 
 
 def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None = None) -> None:
-    """Run `python -m module directory` to its end; its notices become warnings here.
+    """Run `python -m module directory` to its end; its notices become warnings here, and who listens here hears its progress.
 
     `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too. Raises the
     `UserError` that the child left, or `ChildDied` where it ended badly without one.
     """
-    notices, shown = directory / NOTICES, set[str]()
+    notices, shown, heard = directory / NOTICES, set[str](), ""
     notices.unlink(missing_ok=True)  # of an earlier run of the step
+    (directory / PROGRESS).unlink(missing_ok=True)
     child = Child(module, directory)
     try:
         running = True
@@ -55,10 +62,15 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
                 if line not in shown:
                     shown.add(line)
                     warnings.warn(line, Notice, stacklevel=2)
+            said = (directory / PROGRESS).read_text(encoding="utf-8") if (directory / PROGRESS).exists() else ""
+            if said not in ("", heard):
+                heard = said
+                report(Progress(**json.loads(said)))
             if tick is not None:
                 tick()
     finally:
         child.end()
+        (directory / PROGRESS).unlink(missing_ok=True)
     if child.exit_code != 0:
         raise error_of(child.exit_code, module, directory)
 
@@ -185,9 +197,12 @@ def run_child(work: Callable[[Path], None]) -> None:
 
     warnings.showwarning = showwarning
     warnings.simplefilter("default", Notice)
+
     try:
         try:
-            work(directory)
+            # One of the ranks speaks for all.
+            with _written_progress(directory) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
+                work(directory)
         except UserError as error:
             (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
             traceback.print_exc()
@@ -198,3 +213,25 @@ def run_child(work: Callable[[Path], None]) -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
         sys.exit(DISK_FULL)
+
+
+@contextlib.contextmanager
+def _written_progress(directory: Path) -> Iterator[None]:
+    """Within the block a thread writes the latest progress into the folder: what is reported a thousand times a second, too."""
+    latest, ended = deque[Progress](maxlen=1), threading.Event()
+
+    def write() -> None:
+        while not ended.wait(POLL_S):
+            if not latest:
+                continue
+            progress = latest.popleft()
+            # The disk may be full: the work itself says so.
+            with contextlib.suppress(OSError), replacing(directory / PROGRESS) as unfinished:
+                unfinished.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+
+    threading.Thread(target=write, name="progress", daemon=True).start()
+    try:
+        with listening(latest.append):
+            yield
+    finally:
+        ended.set()

@@ -137,8 +137,8 @@ def ended_by(*numbers: int, said: str = "") -> Iterator[None]:
 
     def handle(number: int, _: FrameType | None) -> NoReturn:
         if said:
-            # Not print: the signal may have interrupted one.
-            os.write(2, f"{said}\n".encode())
+            # Not print: the signal may have interrupted one. A line of progress may stand in the terminal.
+            os.write(2, b"\r\x1b[2K" * os.isatty(2) + f"{said}\n".encode())
         raise Signalled(number)
 
     free = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)]

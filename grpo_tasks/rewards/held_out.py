@@ -13,6 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of, played_of
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, full_score, solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
@@ -45,12 +46,13 @@ def reward_columns(
     by_id = {row.prompt_id: row for row in rows}
     chunk = max(1, CHUNK // per_prompt) * per_prompt
     names = [*scoring.weighted, *scoring.reported]
-    batches = []
+    batches, count = [], Count("scoring", samples.height, "completions")
     with RewardSuite(scoring.rewards, names, completion=completion, tasks=scoring.tasks, log=log) as suite:
         for part in samples.iter_slices(chunk):
             asked = [by_id[prompt_id] for prompt_id in part["prompt_id"]]
             played = [played_of(text) for text in part["conversation"]] if "conversation" in part.columns else []
             batches.append(suite.score(batch_of(asked, part["completion"].to_list(), part["token_ids"].to_list(), played=played)))
+            count.add(part.height)
     scores = Scores.join(batches)
     for note in scores.notes:
         _LOGGER.warning("evaluation: %s", note)

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.batch import TokenBatch, moved, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
@@ -257,19 +258,21 @@ class DecodingLoop:
         self.record = self._new_record()
         self._replay = Replay(enabled=self.state.static and device.type == "cuda")
 
-    def run(self) -> list[Completion]:
-        """Decode until every completion has ended."""
+    def run(self, count: Count) -> list[Completion]:
+        """Decode until every completion has ended, and count them."""
         done, room, limit = 0, 0, max(self.limits)
         while self.alive and done < limit:
             if done == room:
                 room = self.buckets.columns(done + 1, limit)
                 self.state.make_room(room)
                 self._replay.forget()
-            count = min(self.buckets.check_every, room - done)
-            for _ in range(count):
+            columns, before = min(self.buckets.check_every, room - done), len(self.alive)
+            for _ in range(columns):
                 self._replay.run(self._step)
-            done += count
-            self._check(count)
+            done += columns
+            self._check(columns)
+            left = len(self.alive)
+            count.add(before - left, tokens=before * columns, begun=left * done / limit)
         return [
             Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length", policy_logps)
             for ids, logps, policy_logps, ended in zip(self.ids, self.logps, self.policy_logps, self.ended, strict=True)

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.content.tokenizer import end_token_ids
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.batch import TokenBatch, moved, position_ids, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
@@ -85,6 +86,7 @@ class LocalEngine(RolloutEngine):
         # Sorted by length, so that a batch has little padding, then by content, so that equal prompts are neighbours.
         order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
         done: dict[int, Completion] = {}
+        count = Count("sampling", len(requests), "completions")
         # Decoding writes to no place twice at once, and adds up in fixed orders (decoding_loop.py). On CUDA the switch would turn
         # each write by an index from one kernel into about ten, which sort the indices first.
         on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -96,7 +98,7 @@ class LocalEngine(RolloutEngine):
                     for indices in (same[start : start + size] for start in range(0, len(same), size)):
                         batch = [requests[index] for index in indices]
                         loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
-                        done.update(zip(indices, loop.run(), strict=True))
+                        done.update(zip(indices, loop.run(count), strict=True))
         finally:
             torch.use_deterministic_algorithms(on, warn_only=warn_only)
         return [done[index] for index in range(len(requests))]

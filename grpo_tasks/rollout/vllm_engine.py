@@ -22,6 +22,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.tokenizer import end_token_ids
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.kit.share import Pool
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
@@ -104,12 +105,14 @@ class VllmSampler:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; RolloutError where a server refuses one, or each failed too often."""
         stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-        groups = groups_of(requests)
-        answers = self.pool.run(
-            groups,
-            lambda server, group: self._complete(server, group, stop),
-            tokens=lambda answer: sum(len(one["token_ids"]) for one in answer),
-        )
+        groups, count = groups_of(requests), Count("sampling", len(requests), "completions")
+
+        def counted(answer: list[dict[str, Any]]) -> int:
+            tokens = sum(len(one["token_ids"]) for one in answer)
+            count.add(len(answer), tokens=tokens)
+            return tokens
+
+        answers = self.pool.run(groups, lambda server, group: self._complete(server, group, stop), tokens=counted)
         return [_completion(answer, stop) for group in answers for answer in group]
 
     def sleep(self) -> None:

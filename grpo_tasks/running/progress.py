@@ -1,20 +1,28 @@
-"""Shows the progress of a stage while it is trained: a bar in the terminal, lines in the Prefect log, events in the Prefect UI.
+"""Shows how far a step has come: to who listens (a terminal, a notebook), in Prefect, in the log; and a stage update by update.
 
-The trainer knows none of these: everything comes from its journal, read here twice a second.
+    rooms, child processes  --reports-->  StepProgress  -->  the listener around the step
+                                                             the artifact progress-STEP in Prefect, every 10 s
+                                                             log.txt of the step, and the log where nobody listens, every 30 s
+
+The trainer knows none of these: its updates come from its journal, read here twice a second.
 """
 
 import json
-import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from uuid import NAMESPACE_URL, UUID, uuid5
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from grpo_tasks.content.markdown import table
+from grpo_tasks.kit.progress import Listener, Progress, listener, listening
+from grpo_tasks.processes.child import LOG
 from grpo_tasks.running.orchestrator import artifact_key, run_logger, send_event, show_artifact
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
@@ -22,11 +30,69 @@ from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PROGRESS, REWARD
 
 POLL_S = 0.5
-"""Shortest time between two readings of the files."""
-SHOW_S = 10.0
-"""Shortest time between two versions of the artifact: each is some requests to the Prefect server."""
+"""Shortest time between two readings of the files of a stage."""
+FIRST_S, SHOW_S = 1.0, 10.0
+"""Seconds before a step has an artifact, and between two versions of it: each is some requests to the Prefect server."""
+LOG_S = 30.0
+"""Seconds between two lines in the log."""
 RECENT = 20
 """Updates whose mean duration gives the time left."""
+SLOW_S = 2.0
+"""What a stage does within an update is shown when the update takes longer."""
+
+
+class StepProgress:
+    """Follows what a step reports; a context manager around its work. A thread shows it, so also while the work is silent."""
+
+    def __init__(self, label: str, directory: Path, *, number: int = 0, steps: int = 0) -> None:
+        self._log, self._file, self._key = run_logger(), directory / LOG, f"progress-{artifact_key(label)}"
+        self._outer, self._began = listener(), time.monotonic()
+        self._step = Progress("", step=label, number=number, steps=steps)
+        self._now = self._step
+        self._artifacts: dict[str, UUID] = {}
+        self._ended = threading.Event()
+        # The thread has the context of the step: Prefect's artifacts belong to its task.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._beat,), name="progress", daemon=True)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(listening(self._hear))
+        self._hear(self._now)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        self._ended.set()
+        self._thread.join()
+        if self._artifacts and error is None:
+            self._show("done", 100.0)
+        if error is None:
+            self._hear(Progress("recording the results"))
+
+    def _hear(self, progress: Progress) -> None:
+        step = self._step
+        self._now = replace(progress, step=step.step, number=step.number, steps=step.steps)
+        if self._outer is not None:
+            self._outer(self._now)
+
+    def _beat(self) -> None:
+        shown, logged = self._began + FIRST_S - SHOW_S, self._began
+        while not self._ended.wait(POLL_S):
+            now = time.monotonic()
+            if now - shown >= SHOW_S:
+                shown = now
+                self._show(self._now.line(), self._now.percent)
+            if now - logged >= LOG_S:
+                logged = now
+                line = f"{self._now.line()} ({now - self._began:.0f} s)"
+                with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+                    file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+                if self._outer is None:
+                    self._log.info("%s", line)
+
+    def _show(self, line: str, percent: float) -> None:
+        show_artifact(self._key, percent, line, self._artifacts)
 
 
 class StageProgress:
@@ -41,32 +107,24 @@ class StageProgress:
         self._log = run_logger()
         self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
         self._polled = self._shipped = time.monotonic()
-        self._shown = 0.0
-        self._artifacts: dict[str, UUID] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._figures: dict[str, float] = {}
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
-        self._task = self._bar.add_task(f"stage {stage.name}", total=stage.max_steps, figures="")
+        self._outer: Listener = listener() or (lambda _: None)
+        self._updated = 0.0
+        self._stack = ExitStack()
         # The updates before a resume were logged by the run that made them.
         earlier = self._journal.read()
         self._last = self._logged = earlier[-1] if earlier else None
         self._remember(earlier)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._outer(self.now())
+        self._stack.enter_context(listening(self._hear))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
         self._poll(final=True)
-        self._bar.stop()
 
     def tick(self) -> None:
         """Show what is new; reads the files at most twice a second, however often it is called."""
@@ -96,18 +154,22 @@ class StageProgress:
         done = last["step"] / stage.max_steps if stage.max_steps else (last["metrics"].get(EPOCH) or 0.0) / stage.num_train_epochs
         return round(min(100.0, 100 * done), 1)
 
-    def now(self) -> str:
-        """Progress in one line: `format: update 40/120, reward 1.234, kl 0.010, 3 min left`."""
+    def now(self) -> Progress:
+        """`update 40/120, reward 1.234, kl 0.010, 3 min left`."""
         step, percent = self._recent[-1]["step"] if self._recent else 0, self.percent()
-        parts = [f"update {step}{self._of()}", *(f"{short} {value:.3f}" for short, value in self._figures.items())]
+        figures, left_s = ", ".join(f"{short} {value:.3f}" for short, value in self._figures.items()), None
         # The time left is judged by the last updates.
         if len(self._recent) > 1 and percent not in (0.0, 100.0):
             first, last = self._recent[0], self._recent[-1]
             pace_s = (last["timestamp_ms"] - first["timestamp_ms"]) / 1000 / (last["step"] - first["step"])
-            seconds = pace_s * last["step"] * (100 - percent) / percent
-            minutes = f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
-            parts.append(f"{seconds:.0f} s left" if seconds < 90 else minutes)
-        return f"{self._stage.name}: {', '.join(parts)}"
+            left_s = pace_s * last["step"] * (100 - percent) / percent
+        total = self._stage.max_steps or 0
+        return Progress("update", step, total, share=percent / 100, figures=figures, left_s=left_s)
+
+    def _hear(self, within: Progress) -> None:
+        """What the trainer does before its first update, and within one that takes long."""
+        if not self._recent or time.monotonic() - self._updated >= SLOW_S:
+            self._outer(replace(self.now(), figures=within.line()))
 
     def _remember(self, lines: list[dict[str, Any]]) -> None:
         self._recent.extend(lines)
@@ -128,14 +190,12 @@ class StageProgress:
             self._last = line
             if line["step"] % self._stage.logging_steps == 0:
                 self._log_update(line)
-        if lines:
-            self._bar.update(self._task, completed=lines[-1]["step"], figures=_figures(lines[-1]))
         if final and self._last is not None and self._last is not self._logged:
             self._log_update(self._last)
         self._remember(lines)
-        if self._recent and (final or (lines and self._polled - self._shown >= SHOW_S)):
-            self._shown = self._polled
-            show_artifact(f"progress-{artifact_key(self._stage.name)}", self.percent(), self.now(), self._artifacts)
+        if lines:
+            self._updated = self._polled
+            self._outer(self.now())
         if final or self._polled - self._shipped >= self._ship_every_s:
             self._shipped = self._polled
             self._ship()

@@ -15,6 +15,7 @@ Outside of a flow the same function runs without Prefect: same key, same folder,
 
 import functools
 import inspect
+import logging
 import shutil
 import time
 import warnings
@@ -30,6 +31,7 @@ from grpo_tasks.content.hashes import find_changes, take_manifest
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact, slots_of
+from grpo_tasks.running.progress import StepProgress
 from schemas.config.operations import ResourcesConfig
 from schemas.config.section import view
 from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
@@ -61,6 +63,10 @@ class Run(Protocol):
     """Run every step again, finished or not."""
     pruning: Pruning | None
     """Only in a sweep: how a stage compares itself with the other runs."""
+    steps: int
+    """How many steps it has; 0: not known."""
+    begun: int
+    """How many of them have begun."""
 
     @property
     def resources(self) -> ResourcesConfig:
@@ -140,13 +146,14 @@ class Step(Generic[Inputs, Made]):
         suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
         label = f"{name}-{suffix}" if suffix else name
         work = Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
+        run.begun += 1
         run_step = _run_as_task if in_flow() else _run_here
         try:
-            outcome = run_step(functools.partial(self._skip_or_run, work, inputs), self.body, label, self.retries)
+            outcome = run_step(functools.partial(self._followed, work, inputs, label), self.body, label, self.retries)
         except UserError as error:
             run.record_failure(label, work.directory, error)
             raise
-        run_logger().info("%s (%s)", outcome.message(label), work.directory)
+        run_logger().info("%s%s", f"{run.begun}/{run.steps} " if run.steps else "", outcome.message(label))
         run.record(outcome.result)
         return outcome.result
 
@@ -174,6 +181,10 @@ class Step(Generic[Inputs, Made]):
         # What a device computes depends on the way in which it does.
         ways = resources.ways if self.device else {}
         return content_key(self.body.__name__, (self.body.__module__,), inputs | ({"ways": ways} if ways else {}))
+
+    def _followed(self, work: Work, inputs: dict[str, Any], label: str) -> "_Outcome[Made]":
+        with StepProgress(label, work.directory, number=work.run.begun, steps=work.run.steps):
+            return self._skip_or_run(work, inputs)
 
     def _skip_or_run(self, work: Work, inputs: dict[str, Any]) -> "_Outcome[Made]":
         """Skip the step if its folder holds the finished result, otherwise run it."""
@@ -255,6 +266,8 @@ def _run_as_task(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], l
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Completed
 
+    # The line of the step says it.
+    logging.getLogger("prefect.task_runs").addFilter(_adds_something)
     # Prefect keeps the state of a task, not its result.
     outcomes: list[_Outcome[Made]] = []
 
@@ -286,6 +299,10 @@ def _run_as_task(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], l
     )(return_state=True)
     state.result()
     return outcomes[-1]
+
+
+def _adds_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(("Finished in state Completed(", "Finished in state Cached("))
 
 
 def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:  # noqa: ARG001 - the shape of `_run_as_task`

@@ -20,6 +20,7 @@ from mlflow.models import Model
 from pydantic import Field
 
 from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.models import ADAPTER, FOLDER
 from grpo_tasks.tracking.store import FAULTS, open_store
@@ -60,6 +61,7 @@ def log_model(spec: LogSpec) -> None:
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     if spec.adapter is not None and spec.adapter_sha256 is not None:
         require_proved(folder_sha256(spec.adapter), spec.adapter_sha256, spec.adapter, what="adapter")
+    report(Progress("uploading the model"))
     try:
         with store.as_default():
             # Model.log calls `save_model` of its flavor, with an MLmodel that already names run and model id.

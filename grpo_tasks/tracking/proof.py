@@ -11,10 +11,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import Any
 
 import mlflow.artifacts
 import mlflow.pyfunc
 
+from grpo_tasks.kit.progress import Count, Progress, report
 from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
 from grpo_tasks.tracking.store import Store, open_store
@@ -45,8 +47,12 @@ def prove_served(spec: ServedSpec) -> None:
     with _artifact(store, spec.model_id) as folder:
         try:
             with _without_our_packages():
+                report(Progress("loading the published model"))
                 model = mlflow.pyfunc.load_model(str(folder), model_config=settings)
-                replies = [model.predict(example_request(answer.messages))["choices"][0] for answer in spec.answers]
+                replies, count = list[Any](), Count("asking the published model", len(spec.answers), "prompts")
+                for answer in spec.answers:
+                    replies.append(model.predict(example_request(answer.messages))["choices"][0])
+                    count.add()
                 given = [str(reply["message"]["content"] if "message" in reply else reply["text"]) for reply in replies]
         except Exception as error:  # a model that cannot be loaded raises anything
             raise ServedModelError(

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from grpo_tasks.kit.progress import listening
 from grpo_tasks.processes.child import Child, prepare_child, run_module
 from schemas.errors import ChildDied, ModelError
 from tests.processes.waiting import has_ended, until
@@ -28,6 +29,22 @@ def test_a_child_that_dies_silently_is_reported_with_its_log(tmp_path):
         run_module("grpo_tasks.no_such_room", tmp_path)
     assert "No module named" in str(caught.value)
     assert str(tmp_path / "log.txt") in str(caught.value)
+
+
+def test_the_progress_of_a_child_is_heard_here(tmp_path, monkeypatch):
+    (tmp_path / "counts.py").write_text(
+        "from pathlib import Path\nfrom grpo_tasks.kit.progress import Count\nfrom grpo_tasks.processes.child import run_child\n"
+        "def work(directory):\n"
+        "    Count('sampling', 2, 'completions').add()\n"
+        "    while not (directory / 'heard').exists(): pass\n"
+        "run_child(work)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    heard = []
+    with listening(lambda progress: (heard.append(progress), (tmp_path / "heard").touch())):
+        run_module("counts", tmp_path)
+    assert heard[-1].line() == "sampling 1/2 completions"
+    assert not (tmp_path / "progress.json").exists(), "it is no output of the step"
 
 
 @pytest.fixture

@@ -1,15 +1,17 @@
-"""How often a stage's progress goes to the log and to MLflow."""
+"""How far a step has come: what the listener hears, what Prefect shows, and what stands in the logs."""
 
 import logging
 
 import pytest
 
+from grpo_tasks.kit.progress import Count, Progress, listening, report
 from grpo_tasks.running import progress as progress_module
-from grpo_tasks.running.progress import StageProgress
+from grpo_tasks.running.progress import StageProgress, StepProgress
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config.stage import StageConfig
 from schemas.errors import TrainingError
+from tests.processes.waiting import until
 
 
 @pytest.fixture
@@ -44,25 +46,73 @@ def test_the_journal_is_shipped_every_flush_interval_and_at_the_end(followed):
     assert followed(range(8, 15), flush_interval_s=1e-9)[1] == 8
 
 
-def test_prefect_shows_figures_and_time_left_regularly(followed, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
+    """The thread of a step works at once, and again and again."""
+    for name in ("POLL_S", "FIRST_S", "SHOW_S", "LOG_S"):
+        monkeypatch.setattr(progress_module, name, 0.01)
+    monkeypatch.setattr(progress_module, "run_logger", lambda: logging.getLogger("progress"))
     shown = []
-    monkeypatch.setattr(progress_module, "show_artifact", lambda *given: shown.append(given[:3]))
-    followed(range(1, 8), max_steps=10)
-    # The first update, and the end: ten seconds have not passed between.
-    assert [(key, percent) for key, percent, _ in shown] == [("progress-only", 10.0), ("progress-only", 70.0)]
-    assert shown[-1][2].startswith("only: update 7/10, reward 0.700, kl 0.010, ")
-    assert shown[-1][2].endswith(" left")
-    followed([], max_steps=7)
-    assert shown[-1][1:] == (100.0, "only: update 7/7, reward 0.700, kl 0.010")
+
+    def show(key, data, text, known):
+        shown.append((key, data, text))
+        known[key] = "its id"
+
+    monkeypatch.setattr(progress_module, "show_artifact", show)
+    return shown
+
+
+def test_a_step_shows_its_work_in_prefect_and_in_its_log(quick, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "progress")
+    with StepProgress("evaluate_model-base", tmp_path, number=3, steps=14):
+        count = Count("sampling", 4, "completions")
+        count.add()
+        until(lambda: any("1/4" in text for _, _, text in quick) and (tmp_path / "log.txt").exists() and caplog.messages)
+    line = "3/14 evaluate_model-base: sampling 1/4 completions"
+    assert ("progress-evaluate-model-base", 25.0, line) in quick
+    assert quick[-1] == ("progress-evaluate-model-base", 100.0, "done")
+    assert line in (tmp_path / "log.txt").read_text()
+    assert caplog.messages[0].startswith(line), "nobody listens, so the log says it"
+
+
+def test_who_listens_hears_of_a_step_before_it_works(quick, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "progress")
+    heard = []
+    with listening(heard.append), StepProgress("merge_adapter", tmp_path, number=9, steps=14):
+        assert [one.line() for one in heard] == ["9/14 merge_adapter"]
+        report(Progress("loading the model"))
+        until((tmp_path / "log.txt").exists)
+    assert [one.line() for one in heard[1:]] == [
+        "9/14 merge_adapter: loading the model",
+        "9/14 merge_adapter: recording the results",
+    ]
+    assert not caplog.messages
+
+
+def test_a_stage_shows_its_updates_with_figures_and_time_left(followed):
+    heard = []
+    with listening(heard.append):
+        followed(range(1, 8), max_steps=10)
+    assert heard[0].line() == "update 0/10"
+    assert heard[-1].line().startswith("update 7/10, reward 0.700, kl 0.010, ")
+    assert heard[-1].line().endswith(" left")
+    assert heard[-1].percent == 70.0
 
 
 def test_the_time_left_is_judged_by_the_last_updates(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_module, "run_logger", lambda: logging.getLogger("progress"))
     stage = StageConfig(name="s", rewards=["format"], max_steps=5000)
-    progress = StageProgress(stage, StageDir(tmp_path), ship=list, ship_every_s=1000.0)
-    assert (progress.percent(), progress.now()) == (0.0, "s: update 0/5000")
-    progress._remember([{"step": step, "timestamp_ms": 2000 * step, "metrics": {"reward": 1.0}} for step in range(1, 2501)])
-    assert (progress.percent(), progress.now()) == (50.0, "s: update 2500/5000, reward 1.000, 83 min left")
+    heard = []
+    with listening(heard.append):
+        progress = StageProgress(stage, StageDir(tmp_path), ship=list, ship_every_s=1000.0)
+        assert (progress.percent(), progress.now().line()) == (0.0, "update 0/5,000")
+        progress._hear(Progress("loading the model"))
+        assert heard[-1].line() == "update 0/5,000, loading the model"
+        progress._remember([{"step": step, "timestamp_ms": 2000 * step, "metrics": {"reward": 1.0}} for step in range(1, 2501)])
+        assert (progress.percent(), progress.now().line()) == (50.0, "update 2,500/5,000, reward 1.000, 83 min left")
+        # The last update came long ago.
+        progress._hear(Progress("sampling", 12, 64, "completions"))
+        assert heard[-1].line() == "update 2,500/5,000, sampling 12/64 completions, 83 min left"
 
 
 def test_a_damaged_journal_stops_the_stage_before_its_process_starts(followed, tmp_path):

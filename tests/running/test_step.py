@@ -23,6 +23,8 @@ class Recorder:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     recorded: list = field(default_factory=list)
     failed: list = field(default_factory=list)
+    steps: int = 2
+    begun: int = 0
 
     def record(self, result):
         self.recorded.append(result.rows)
