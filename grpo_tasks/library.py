@@ -20,6 +20,8 @@ Each function writes its files into the folder that it is given, and returns the
 (schemas/results/), which the next function takes. Training, merging and sampling run in a child process, so their memory is free
 afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
 
+`with listening(function)` of grpo_tasks/kit/progress.py calls a function with the progress of what the block does.
+
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
 
 Rewards run in a worker process, which imports them by name. Those of a notebook, or of the script that was started, are written
@@ -41,6 +43,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import TYPE_CHECKING, Any
 
 from grpo_tasks.data.table import prompt_id, read_table
+from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.running.step import Inputs, Made, Step
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
@@ -146,7 +149,8 @@ def train_stage(
         require_prompts(choice.counts, settings, config.difficulty.min_prompts)
         train = choice.write(StageDir(folder))
     spec = StageSpec.of(config, settings, start, data, key=key, train=train, resources=config.resources)
-    return run_stage(spec, folder, in_process=in_process)
+    with StageProgress(settings, StageDir(folder), ship=lambda: None) as progress:
+        return run_stage(spec, folder, in_process=in_process, tick=progress.tick)
 
 
 def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *inputs: Any) -> Made:
