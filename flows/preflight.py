@@ -146,9 +146,11 @@ def check_start(config: RunConfig, *, place: str = "start_from") -> list[str]:
 
 def _adapter_settings(folder: Path, place: str) -> dict[str, Any]:
     """What adapter_config.json says; an error that names what the folder is, if it is no adapter."""
-    file, checkpoints = folder / "adapter_config.json", [path for path in folder.glob("checkpoint-*") if path.is_dir()]
-    if not file.is_file():
-        if (folder / "config.json").is_file():
+    file = folder / "adapter_config.json"
+    # Unlike those of Path, these functions accept a name of any length.
+    if not os.path.isfile(file):  # noqa: PTH113
+        checkpoints = list(folder.glob("checkpoint-*")) if os.path.isdir(folder) else []  # noqa: PTH112
+        if os.path.isfile(folder / "config.json"):  # noqa: PTH113
             why, fix = "it holds a complete model, not an adapter", f"model.path: {folder}, without start_from"
         elif checkpoints:
             newest = max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
