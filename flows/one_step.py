@@ -161,11 +161,15 @@ def step(name: str, config: RunConfig, model: str | None = None, fresh: bool = F
         raise ConfigError(f"{name} needs {', '.join(missing)}, which only a whole run has", place="step", fix=fix)
     config = with_local_model(config)
     with open_flow_run(config, flow=name, fresh=fresh) as run:
+
+        def start() -> ModelRef:
+            return named_model(model, config) if model else base_model(run.config)
+
         make: dict[Any, Callable[[], object]] = {
             RunConfig: lambda: run.config,
-            ModelRef: lambda: named_model(model, config) if model else base_model(run.config),
+            ModelRef: start,
             PreparedData: lambda: prepare_data(run, run.config),
             DataReport: lambda: validated_data(run),
-            LabReport: lambda: probe_rewards(run, run.config, make[ModelRef](), validated_data(run)),
+            LabReport: lambda: probe_rewards(run, run.config, start(), validated_data(run)),
         }
         return wanted(run, **{one.name: make[one.annotation]() for one in inputs})

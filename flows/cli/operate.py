@@ -67,7 +67,8 @@ def clean(
         from grpo_tasks.operating import clean as room
 
         found = room.find(runs, Path.cwd(), tracking_at(tracking_uri))
-        kinds: list[room.Kind] = [*(["superseded", "remains"] if superseded else []), *(["cache"] if caches else [])]
+        kinds: list[room.Kind] = ["superseded", "remains"] if superseded else []
+        kinds += ["cache"] if caches else []
         if not (names or kinds or older_than):
             show_leftovers(found, total="in all")
             say("remove: grpo clean NAME, --superseded, --caches or --older-than 30d, each with --yes")

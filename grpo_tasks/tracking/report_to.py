@@ -81,7 +81,13 @@ class WandbWriter:
         try:
             # It makes a folder `wandb` in the one that it is given.
             self._run = wandb.init(
-                dir=folder.parent, mode=wandb_mode(), resume="allow", reinit="create_new", config=params, settings=quiet, **named
+                dir=folder.parent,
+                mode=wandb_mode(),
+                resume="allow",
+                reinit="create_new",
+                config=dict(params),
+                settings=quiet,
+                **named,
             )
         except wandb.errors.Error as error:
             raise StoreAwayError(f"wandb: {error}", fix="check the connection, or unset WANDB_MODE to stay offline") from error

@@ -176,8 +176,7 @@ class TrackedRun:
             return TensorBoardWriter(output / "tensorboard" / name)
 
         def wandb(name: str) -> Writer:
-            known = {"project": self.config.experiment, "group": self.config.name, "params": params}
-            return WandbWriter(output / "wandb", name, **known)
+            return WandbWriter(output / "wandb", name, project=self.config.experiment, group=self.config.name, params=params)
 
         if stage_dir not in self._reports:
             writers = {"tensorboard": tensorboard, "wandb": wandb}
