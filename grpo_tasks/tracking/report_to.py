@@ -78,17 +78,10 @@ class WandbWriter:
             shutil.rmtree(unfinished)
         quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True, x_save_requirements=False)
         named: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", project), "group": group, "id": name, "name": name}
+        resumed: dict[str, Any] = {"resume": "allow", "reinit": "create_new", "mode": wandb_mode()}
         try:
             # It makes a folder `wandb` in the one that it is given.
-            self._run = wandb.init(
-                dir=folder.parent,
-                mode=wandb_mode(),
-                resume="allow",
-                reinit="create_new",
-                config=dict(params),
-                settings=quiet,
-                **named,
-            )
+            self._run = wandb.init(dir=folder.parent, config=dict(params), settings=quiet, **named, **resumed)
         except wandb.errors.Error as error:
             raise StoreAwayError(f"wandb: {error}", fix="check the connection, or unset WANDB_MODE to stay offline") from error
 
