@@ -259,4 +259,6 @@ def inputs_key(inputs: Inputs) -> str:
 
 def _sections(inputs: Inputs) -> dict[str, object]:
     fields = [name for name in RunConfig.model_fields if name not in ("tracking", "resources")]
-    return {name: getattr(inputs.config, name) for name in fields} | {"modules": inputs.digest}
+    # The copy of the adapter is called by its contents.
+    start = inputs.config.start_from and inputs.config.start_from.name
+    return {name: getattr(inputs.config, name) for name in fields} | {"modules": inputs.digest, "start_from": start}

@@ -1,7 +1,8 @@
 """What a run is made of stays as it was when the run started, whatever becomes of the files.
 
     the user's own modules    copied by their contents to OUTPUT_DIR/NAME/.inputs/DIGEST; every process imports the copies
-    gold pairs of a judge     copied to OUTPUT_DIR/NAME/.inputs/SHA256
+    gold pairs of a judge,
+    adapter of start_from     copied to OUTPUT_DIR/NAME/.inputs/SHA256
     data files                read once, by the step prepare_data, which refuses other contents than those that were hashed
     base model                compared with its hash before every step and after it
     config, champion          read once; the champion is compared again before an alias moves
@@ -25,6 +26,7 @@ from schemas.errors import ConfigError
 from schemas.paths import is_local, resolve
 
 FOLDER = ".inputs"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _TRIES = 5
 
 
@@ -67,7 +69,8 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
     files = ((_file_of(source), source) for source in sources)
     hashed = {file: source.sha256 or file_sha256(file) for file, source in files if file is not None}
     given = _locked(config, hashed)
-    return Inputs(given, _with_gold(given.with_module_dir(folder, replace=True), parent, hashed), copies, hashed)
+    kept = _with_start(_with_gold(given.with_module_dir(folder, replace=True), parent, hashed), parent, hashed)
+    return Inputs(given, kept, copies, hashed)
 
 
 def _copied(config: RunConfig, parent: Path) -> Path:
@@ -104,6 +107,25 @@ def _with_gold(config: RunConfig, parent: Path, hashed: dict[Path, str]) -> RunC
                 raise ConfigError("the file has changed while the run started", place=str(judge.gold), fix=fix)
             functions[name] = reward.model_copy(update={"judge": judge.model_copy(update={"gold": kept})})
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
+
+
+def _with_start(config: RunConfig, parent: Path, hashed: dict[Path, str]) -> RunConfig:
+    """The config with a copy of the adapter that it starts from, without the other files of a checkpoint."""
+    if config.start_from is None:
+        return config
+    files = {path: file_sha256(path) for name in ADAPTER_FILES if (path := config.start_from / name).is_file()}
+    hashed |= files
+    kept = parent.resolve() / digest_of((path.name, sha256) for path, sha256 in files.items())[:16]
+    if not kept.is_dir():
+        with replacing(kept) as unfinished:
+            unfinished.mkdir()
+            for path in files:
+                shutil.copyfile(path, unfinished / path.name)
+    if [file_sha256(kept / path.name) for path in files] != list(files.values()):
+        shutil.rmtree(kept)
+        fix = "start the run again"
+        raise ConfigError("the adapter has changed while the run started", place=str(config.start_from), fix=fix)
+    return config.model_copy(update={"start_from": kept})
 
 
 def _file_of(source: DataSource) -> Path | None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpo_tasks.steps
 from flows.flow_run import open_flow_run, warn
-from flows.model_names import adapter_model, copy_model, named_model, with_local_model
-from flows.preflight import check_structure
+from flows.model_names import adapter_model, copy_model, is_adapter, named_model, with_local_model
+from flows.preflight import check_start, check_structure
 from flows.steps import (
     base_model,
     evaluation_of,
@@ -61,7 +61,7 @@ def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
     """
     config = with_local_model(config)
     with open_flow_run(config, flow="rewards", fresh=fresh, steps=3) as run:
-        return probe_rewards(run, run.config, validated_data(run))
+        return probe_rewards(run, run.config, base_model(run.config), validated_data(run))
 
 
 def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
@@ -80,7 +80,7 @@ def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
     stages = [stage.model_copy(update=neutral) for stage in config.stages]
     config = config.model_copy(update={"stages": stages})
     with open_flow_run(config, flow="difficulty", fresh=fresh, steps=3) as run:
-        report = measured_difficulty(run, base_model(config), validated_data(run))
+        report = measured_difficulty(run, base_model(run.config), validated_data(run))
     assert report is not None, "there are samples or a column"
     return report
 
@@ -124,7 +124,7 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
     Args:
         config: the configuration. Fields that are rarely changed are folded away.
         stage: name of a stage of the config.
-        start: an adapter folder or a model to start from. Empty: the base model.
+        start: an adapter folder or a model to start from. Empty: start_from of the config, or its base model.
         fresh: run every step again, even if its inputs have not changed.
     """
     if stage not in [known.name for known in config.stages]:
@@ -133,9 +133,11 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
     config = with_local_model(config)
     measured = bool(measured_at_start(config)) + config.stage(stage).measure_difficulty
     with open_flow_run(config, flow="train", fresh=fresh, steps=3 + measured) as run:
-        for note in check_structure(config, hub=True):
+        if start:
+            config = config.model_copy(update={"start_from": Path(start) if is_adapter(Path(start)) else None})
+        for note in [*check_start(config, place="--from" if start else "start_from"), *check_structure(config, hub=True)]:
             warn(note)
-        ref = named_model(start, config) if start else base_model(config)
+        ref = named_model(start, config) if start else base_model(run.config)
         data = validated_data(run)
         return trained_stage(run, run.config.stage(stage), ref, data, measured_difficulty(run, ref, data))
 
@@ -159,11 +161,15 @@ def step(name: str, config: RunConfig, model: str | None = None, fresh: bool = F
         raise ConfigError(f"{name} needs {', '.join(missing)}, which only a whole run has", place="step", fix=fix)
     config = with_local_model(config)
     with open_flow_run(config, flow=name, fresh=fresh) as run:
+
+        def start() -> ModelRef:
+            return named_model(model, config) if model else base_model(run.config)
+
         make: dict[Any, Callable[[], object]] = {
             RunConfig: lambda: run.config,
-            ModelRef: lambda: named_model(model, config) if model else base_model(config),
+            ModelRef: start,
             PreparedData: lambda: prepare_data(run, run.config),
             DataReport: lambda: validated_data(run),
-            LabReport: lambda: probe_rewards(run, run.config, validated_data(run)),
+            LabReport: lambda: probe_rewards(run, run.config, start(), validated_data(run)),
         }
         return wanted(run, **{one.name: make[one.annotation]() for one in inputs})

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.approval import SuspendedRun, decide, load_pending_decision, was_suspended
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
-from flows.preflight import check_structure, check_working_directory
+from flows.preflight import check_start, check_structure, check_working_directory
 from flows.steps import (
     base_model,
     evaluate_guards,
@@ -82,12 +82,12 @@ def run_pipeline(
 def train_and_evaluate(run: FlowRun) -> Trained:
     """Every step before the decision, in order."""
     config = run.config
-    for note in check_structure(config, hub=True):
+    for note in [*check_start(run.inputs.given), *check_structure(config, hub=True)]:
         warn(note)
     data = validated_data(run)
     guards = validate_guards(run)
-    lab = probe_rewards(run, config, data)
     model = base_model(config)
+    lab = probe_rewards(run, config, model, data)
     difficulty = measured_difficulty(run, model, data)
     evaluations = [evaluation_of(run, "base", model, data)]
     # Before any training: an evaluator that fails is found now.

@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.processes.child import RESULT, SPEC
@@ -26,7 +27,7 @@ FIRST_ROWS = 200
 LARGE_BYTES = 64 * 2**20
 STRUCTURE_S = 300.0
 """Time limit for building the model that config.json describes, without weights. It takes seconds; the hub may be slow."""
-EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
+EXTRAS = {"trl": "trl", "bitsandbytes": "gpu", "tensorboard": "tensorboard", "wandb": "wandb"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
 
@@ -64,6 +65,7 @@ def check_inputs(config: RunConfig) -> None:
             _check_source(source, f"promotion.guards.{index}.data.{number}.path")
     if not REGISTERED.fullmatch(config.model.path) or is_local(config.model.path):
         check_model(config.model.path, "model.path")
+    check_start(config)
     if config.resources.cluster.engine == "ray":
         cluster_address(config.resources.cluster.address)
 
@@ -111,6 +113,61 @@ def check_model(name: str, place: str) -> None:
         raise ConfigError(f"no such folder: {path}", place=place, fix=f"{_RELATIVE}; a hub id is OWNER/NAME")
     elif not _HUB_ID.fullmatch(name):
         raise ConfigError(f"no such model: {name}", place=place, fix="name a folder, a registered model or a hub id (OWNER/NAME)")
+
+
+def check_start(config: RunConfig, *, place: str = "start_from") -> list[str]:
+    """Refuse an adapter that training cannot continue from; returns what is worth saying about it, in sentences."""
+    folder = config.start_from
+    if folder is None:
+        return []
+    weights, lora = folder / "adapter_model.safetensors", config.model.lora
+    given = _adapter_settings(folder, place)
+    if lora is None:
+        fix = "model.lora: {}, or a merged model as model.path"
+        raise ConfigError("model.lora: null trains all weights and no adapter", place=place, fix=fix)
+    if not weights.is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        raise ModelError(
+            "the adapter's weights are a pickle, and pickles are never read" if pickled else f"no such file: {weights}",
+            place=place,
+            fix="save the adapter with peft's save_pretrained, which writes adapter_model.safetensors",
+        )
+    has = {name: given.get(name, default) for name, default in (("r", None), ("lora_alpha", None), ("use_rslora", False))}
+    if has != {name: getattr(lora, name) for name in has}:
+        shown = ", ".join(f"{name}: {json.dumps(value)}" for name, value in has.items() if name != "use_rslora" or value)
+        raise ConfigError(f"the adapter {folder} was trained with other settings", place=place, fix=f"model.lora: {{{shown}}}")
+    notes, base = [], str(given.get("base_model_name_or_path"))
+    if (folder / "trainer_state.json").is_file():
+        notes.append(f"{folder}: only its weights are taken; optimizer, schedule and position of the data begin from zero")
+    if _HUB_ID.fullmatch(base) and _HUB_ID.fullmatch(config.model.path) and "/" in base and base != config.model.path:
+        notes.append(f"{folder} was trained on {base}, and model.path is {config.model.path}")
+    return notes
+
+
+def _adapter_settings(folder: Path, place: str) -> dict[str, Any]:
+    """What adapter_config.json says; an error that names what the folder is, if it is no adapter."""
+    file = folder / "adapter_config.json"
+    # Unlike those of Path, these functions accept a name of any length.
+    if not os.path.isfile(file):  # noqa: PTH113
+        checkpoints = list(folder.glob("checkpoint-*")) if os.path.isdir(folder) else []  # noqa: PTH112
+        if os.path.isfile(folder / "config.json"):  # noqa: PTH113
+            why, fix = "it holds a complete model, not an adapter", f"model.path: {folder}, without start_from"
+        elif checkpoints:
+            newest = max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
+            why, fix = "it holds checkpoints", f"name one of them: {newest}"
+        else:
+            why, fix = "no adapter there", f"name a folder with {file.name} and adapter_model.safetensors"
+        raise ModelError(f"{why}: {folder}", place=place, fix=fix)
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        kind = given["peft_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError("the file is damaged", place=str(file), fix="copy the folder again") from error
+    if kind != "LORA":
+        raise ModelError(
+            f"it is an adapter of the kind {kind}, and LORA is trained here: {folder}", place=place, fix="another one"
+        )
+    return dict(given)
 
 
 def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
@@ -171,16 +228,19 @@ def check_output(config: RunConfig) -> None:
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Refuse an MLflow store that does not answer, before anything is hashed or another server is started."""
+    """Refuse an MLflow store that does not answer or a tracker without a login, before anything is hashed or served."""
     # Here, because it imports MLflow.
+    from grpo_tasks.tracking.report_to import check_reports
     from grpo_tasks.tracking.store import check_store
 
+    check_reports(config.tracking)
     check_store(config.tracking)
 
 
 def check_installed(config: RunConfig) -> None:
     """Refuse settings that need a library which is not installed; the error names the extra that installs it."""
     needed = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
+    needed += [("tracking.report_to", tracker) for tracker in config.tracking.report_to]
     for stage in config.stages:
         needed += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []
         needed += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []

@@ -92,7 +92,7 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
         if found is None:
             raise ModelError(f"{config.registered_model} has no champion to start from", fix="start_from: base")
         model = config.model.model_copy(update={"path": found[1].path, "revision": None})
-        config = config.model_copy(update={"model": model.locked(None)})
+        config = config.model_copy(update={"model": model.locked(None), "start_from": None})
     return _result(run_pipeline(config, fresh=force, tags=made_of, copies=inputs.copies.folder))
 
 
@@ -163,7 +163,7 @@ def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_u
         differences = differences_of(lineage, data)
         for difference in differences:
             get_run_logger().warning("this has changed since then: %s", difference)
-        ref = base_model(config)
+        ref = base_model(run.config)
         difficulty = measured_difficulty(run, ref, data)
         for stage in run.config.stages:
             result = trained_stage(run, stage, ref, data, difficulty)

@@ -40,7 +40,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         ref = adapter_model(adapter, config)
         with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
             data, guards = validated_data(run), validate_guards(run)
-            base = evaluation_of(run, "base", base_model(config), data)
+            base = evaluation_of(run, "base", base_model(run.config), data)
             policy = evaluation_of(run, "adapter", ref, data)
             merged = merge_adapter(run, run.config, ref, data)
             final = evaluation_of(run, "merged", merged.model, data)

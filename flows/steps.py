@@ -28,7 +28,8 @@ from schemas.results.publication import Publication, Trained
 
 def base_model(config: RunConfig) -> ModelRef:
     """The model that the first stage starts from."""
-    return ModelRef(path=config.model.path, revision=config.model.revision)
+    adapter = config.start_from and config.start_from.resolve()
+    return ModelRef(path=config.model.path, revision=config.model.revision, adapter=adapter)
 
 
 def validated_data(run: FlowRun) -> DataReport:

@@ -22,6 +22,8 @@ Each function writes its files into the folder that it is given, and returns the
 (schemas/results/), which the next function takes. Training, merging and sampling run in a child process, so their memory is free
 afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
 
+`with listening(function)` of grpo_tasks/kit/progress.py calls a function with the progress of what the block does.
+
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
 
 Rewards run in a worker process, which imports them by name. Those of a notebook, or of the script that was started, are written
@@ -76,7 +78,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def base_model(config: RunConfig) -> ModelRef:
     """The base model of a config: where training starts by default, and what to compare a trained model with."""
-    return ModelRef(path=config.model.path, revision=config.model.revision)
+    adapter = config.start_from and config.start_from.resolve()
+    return ModelRef(path=config.model.path, revision=config.model.revision, adapter=adapter)
 
 
 def load_data(config: RunConfig, directory: str | Path) -> DataReport:

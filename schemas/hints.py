@@ -18,8 +18,9 @@ def _by_name(names: dict[str, str]) -> dict[str, str]:
 
 OURS = _by_name(
     {
-        "model.path": "model_name model_name_or_path model_id base start_from",
+        "model.path": "model_name model_name_or_path model_id base",
         "section model: dtype, revision, attn_implementation, quantization": "model_init_kwargs",
+        "start_from (the adapter of another trainer; the same command resumes a run of ours)": "resume_from_checkpoint",
         "model.dtype": "torch_dtype",
         "model.dtype: bfloat16": "bf16 tf32",
         "model.dtype: float16": "fp16",
@@ -71,7 +72,6 @@ OURS = _by_name(
         "stages[].save_steps": "save_strategy",
         "stages[].logging_steps": "logging_strategy",
         "tracking.tracking_uri": "logging_dir",
-        "tracking.tracking_uri (MLflow is the only tracker)": "report_to",
         "name": "run_name",
         "tracking.experiment": "project",
         "stages[].log_completions_steps (completions are always kept)": "log_completions",
@@ -130,7 +130,7 @@ NOTHING = _by_name(
         "guards.not_finite decides what follows a value that is not finite": "logging_nan_inf_filter",
         "GRPO logs the same lines always": "log_level log_level_replica",
         "the progress bar shows itself in a terminal only": "disable_tqdm",
-        "MLflow is the only tracker": "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "tracking.report_to knows tensorboard and wandb": "trackio_space_id trackio_bucket_id trackio_static_space_id",
         "the sections evaluation and stages[].eval_steps describe held-out evaluation completely": (
             "eval_delay prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object "
             "eval_accumulation_steps include_for_metrics batch_eval_metrics"
@@ -141,9 +141,7 @@ NOTHING = _by_name(
         "resources.max_hours ends a stage with a checkpoint": "enable_jit_checkpoint",
         "a config is recorded, so it holds no secret; export HF_TOKEN": "hub_token",
         "the held-out reward decides, and more is better": "greater_is_better",
-        "the same command resumes a run by itself": (
-            "ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint"
-        ),
+        "the same command resumes a run by itself": ("ignore_data_skip restore_callback_states_from_checkpoint"),
         "rows are read once into memory, so there is no data loader to tune": (
             "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
             "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy "

@@ -23,13 +23,13 @@ app = typer.Typer(
     callback=_collect_less_garbage,
     help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run the pipeline": (
         init.init,
         run.run,
+        run.retrain,
         sweeps.sweep,
         run.validate,
         run.rewards,
@@ -63,6 +63,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Servers and deployments": (
         operate.up,
         operate.down,
+        operate.clean,
         operate.ui,
         operate.serve,
         operate.weights_server,

@@ -2,16 +2,21 @@
 
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow, report_errors
-from flows.cli.options import MlflowPort, Postgres, PrefectPort, Workers
-from flows.cli.show import out, say
+from flows.cli.options import MlflowPort, Postgres, PrefectPort, TrackingUri, Workers, parse_age
+from flows.cli.show import out, print_table, say, table_of
+from schemas.config.load import tracking_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from grpo_tasks.operating.clean import Found
     from grpo_tasks.operating.servers import Stack
 
 
@@ -32,6 +37,65 @@ def down() -> None:
     with report_errors():
         stopped = Stack(Path.cwd()).stop()
         say(f"stopped: {', '.join(stopped)}" if stopped else "nothing is running here")
+
+
+def clean(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Runs to remove as a whole, or with --superseded or --caches the runs whose parts go; * stands for anything.",
+        ),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs (resources.output_dir).")] = Path("runs"),
+    superseded: Annotated[
+        bool, typer.Option("--superseded", help="Results of steps that finished again since, with other inputs; damaged copies.")
+    ] = False,
+    caches: Annotated[
+        bool, typer.Option("--caches", help="Downloaded models, logs of servers that were stopped, hashes of large files.")
+    ] = False,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only what was last written so long ago, such as 30d or 12h.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this nothing is removed.")] = False,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """List what runs, caches and servers have left on this disk, or remove some of it. What is in use stays."""
+    with report_errors():
+        age_s = 0.0 if older_than is None else parse_age(older_than)
+        prepare_environment()
+        from grpo_tasks.operating import clean as room
+
+        found = room.find(runs, Path.cwd(), tracking_at(tracking_uri))
+        kinds: list[room.Kind] = ["superseded", "remains"] if superseded else []
+        kinds += ["cache"] if caches else []
+        if not (names or kinds or older_than):
+            show_leftovers(found, total="in all")
+            say("remove: grpo clean NAME, --superseded, --caches or --older-than 30d, each with --yes")
+            return
+        chosen = room.select(found, names=names or [], kinds=kinds, older_than_s=age_s)
+        if not yes:
+            show_leftovers(chosen, total="would be removed")
+            say("nothing was removed; add --yes")
+            return
+        show_leftovers(chosen, removed=room.delete(chosen), total="removed")
+
+
+def show_leftovers(found: "Sequence[Found]", *, removed: "Sequence[Found] | None" = None, total: str) -> None:
+    """Print folders with their sizes, why some of them stay, and the sum of the others."""
+    rows = []
+    for one in found:
+        kept = "" if removed is None else "came into use"
+        state = "removed" if removed and one in removed else one.keep or kept or one.by_name or one.note
+        when = datetime.fromtimestamp(one.used).astimezone()
+        rows.append([str(one.path), one.kind, f"{one.size_bytes / 1e6:,.1f} MB", f"{when:%Y-%m-%d %H:%M}", state])
+    if rows:
+        print_table(table_of(("path", "what", "size", "last written", "note"), rows, right=["size"]))
+    # What lies in the folder of a run is a part of it.
+    counted = [one for one in found if not one.keep or total == "in all"] if removed is None else removed
+    whole = {one.path for one in counted if one.kind == "run"}
+    size = sum(one.size_bytes for one in counted if one.path in whole or not whole & set(one.path.parents))
+    say(f"{total}: {size / 1e6:,.1f} MB")
 
 
 def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:

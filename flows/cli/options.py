@@ -70,3 +70,14 @@ def parse_size(text: str) -> float:
     if found is None or found[2].lower() not in SIZE_UNITS or not float(found[1]):
         raise ConfigError(f"{text[:40]!r} is not a size of memory", place="--memory", fix="a number with a unit, such as 24GB")
     return float(found[1]) * SIZE_UNITS[found[2].lower()]
+
+
+AGE_UNITS = {"m": 60.0, "h": 3_600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+def parse_age(text: str) -> float:
+    """Seconds of an age such as 30d or 12h; `ConfigError` where it is none."""
+    found = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,3})?)\s*([mhdw])\s*", text)
+    if found is None:
+        raise ConfigError(f"{text[:40]!r} is not an age", place="--older-than", fix="a number with m, h, d or w, such as 30d")
+    return float(found[1]) * AGE_UNITS[found[2]]

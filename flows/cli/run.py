@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -38,20 +38,47 @@ def run(
         settings = checked_config(named_config(config), [*(override or []), *alone])
         command.folder = settings.resources.output_dir / settings.name
         if dry_run:
-            from flows.preflight import check_structure
+            from flows.preflight import check_start, check_structure
 
-            show_plan(settings, check_structure(settings, hub=False))
+            show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False)])
             return
         _begin(settings, "starting Prefect and MLflow")
         with shown_progress("starting Prefect and MLflow"):
             prepare_flow()
             from flows.pipeline import grpo_pipeline
-            from flows.preflight import check_tracking
+            from flows.preflight import check_installed, check_tracking
 
             # Before a temporary server is started, which takes longer.
+            check_installed(settings)
             check_tracking(settings)
             result = grpo_pipeline(settings, fresh)
         show_pipeline(settings, result)
+
+
+def retrain(
+    config: Config,
+    start_from: Annotated[
+        Literal["base", "champion"], typer.Option("--from", help="Where training starts: the base model or the current champion.")
+    ] = "base",
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Train a registered model again if its data, code or config have changed since its last version, then decide."""
+    with report_errors() as command:
+        settings = checked_config(config, override)
+        command.folder = settings.resources.output_dir / settings.name
+        _begin(settings, "comparing with the last version")
+        with shown_progress("starting Prefect and MLflow"):
+            prepare_flow()
+            from flows.preflight import check_installed, check_tracking
+            from flows.retrain import retrain_flow
+
+            check_installed(settings)
+            check_tracking(settings)
+            result = retrain_flow(config, override, start_from, fresh)
+        say(result.reason)
+        if (made := result.publication) is not None:
+            say(f"{made.model_name} version {made.model_version}: grpo chat {made.model_name}/{made.model_version}")
 
 
 def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
@@ -64,7 +91,8 @@ def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
     ]
     if described := describe_difficulty(config):
         rows.append(("measure_difficulty", described))
-    rows.append(("evaluate_model", f"base: {config.model.path}"))
+    start = "" if config.start_from is None else f" with the adapter {config.start_from}"
+    rows.append(("evaluate_model", f"base: {config.model.path}{start}"))
     rows += [(f"train_stage {stage.name}", describe_stage(stage)) for stage in config.stages]
     asked = config.model.merged_dtype
     precision = "the shortest precision that keeps 95 % of what training changed" if asked == "auto" else asked
@@ -218,7 +246,8 @@ def train(
     config: Config,
     stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path.")
+        str | None,
+        typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: as the config says."),
     ] = None,
     override: Set = None,
     fresh: Fresh = False,

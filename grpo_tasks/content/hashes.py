@@ -82,8 +82,13 @@ def _stamp(path: Path) -> str | None:
     return f"{status.st_size}/{status.st_mtime_ns}/{status.st_ctime_ns}/{status.st_dev}/{status.st_ino}"
 
 
+def cache_folder() -> Path:
+    """Where the hashes of large files are remembered. It may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-pipeline"
+
+
 def _database() -> sqlite3.Connection:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-pipeline"
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     # isolation_level=None: every statement is a transaction of its own, so no process holds the lock for long.
     connection = sqlite3.connect(folder / "hashes.db", timeout=5.0, isolation_level=None)

@@ -32,7 +32,7 @@ NOT_SAMPLED = "rewards: tools and environments have to work first"
     device=True,
     on_cluster=True,
 )
-def probe_rewards(work: Work, config: RunConfig, data: DataReport) -> LabReport:
+def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataReport) -> LabReport:
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
     finding when `lab.strict` is set."""
     began = time.perf_counter()
@@ -44,9 +44,8 @@ def probe_rewards(work: Work, config: RunConfig, data: DataReport) -> LabReport:
     if any(check.outcome == "failed" for check in checks):
         # Nothing can be sampled from conversations that go wrong by themselves.
         return _reported(work, LabFindings(checks, [], pl.DataFrame(), [NOT_SAMPLED]), began)
-    base = ModelRef(path=config.model.path, revision=config.model.revision)
     group, prompts = stages[0].num_generations, config.lab.num_prompts
-    spec = SampleSpec.of(config, base, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
+    spec = SampleSpec.of(config, start, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
     run_sampling(spec, work.directory)
     table = pl.read_parquet(work.directory / SAMPLES)
     columns = ["completion", "token_ids", *(["conversation"] if "conversation" in table.columns else [])]

@@ -6,7 +6,7 @@ right even after a kill between a call and its reply. An unreachable store only 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 from grpo_tasks.stage.journal import JOURNAL_KEYS, JsonLinesTail, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import MAX_METRICS, RunHandle, batches
+from grpo_tasks.tracking.report_to import Report
 from grpo_tasks.tracking.store import FAULTS, Store, at_the_end, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
@@ -71,6 +72,8 @@ class JournalShipper:
     check: Callable[[], None] = lambda: None
     """Raises `TrackingError` when the parent run was deleted; its children may live on."""
     machine: Machine = field(default_factory=Machine)
+    reports: Sequence[Report] = ()
+    """Other trackers that get the same lines."""
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
@@ -83,6 +86,8 @@ class JournalShipper:
 
     def ship(self) -> bool:
         """Send the complete lines written since the last call; False when the store is away; an error if it refused."""
+        for report in self.reports:
+            report.ship()
         for line in self._tail.read():
             step, timestamp_ms, known = line["step"], line["timestamp_ms"], line["metrics"].items()
             metrics = [Metric(name, float(value), timestamp_ms, step) for name, value in known if value is not None]

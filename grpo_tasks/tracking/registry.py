@@ -204,6 +204,26 @@ def approval_of(version: ModelVersion) -> Approval | None:
         return None
 
 
+PENDING = "waits for approval"
+
+
+def standings(tracking: TrackingConfig) -> dict[str, str]:
+    """NAME/VERSION -> its aliases, or that a person has to decide about it; the other versions are left out."""
+
+    def ask(client: MlflowClient) -> dict[str, str]:
+        found = {}
+        for name in model_names(client):
+            aliases = client.get_registered_model(name).aliases.items()
+            for version in versions_of(client, name):
+                approval, number = approval_of(version), str(version.version)
+                waits = [PENDING] if approval is not None and approval.decision == "pending" else []
+                stands = sorted(alias for alias, named in aliases if str(named) == number)
+                found[f"{name}/{number}"] = ", ".join([*stands, *waits])
+        return {version: what for version, what in found.items() if what}
+
+    return open_store(tracking).call(ask)
+
+
 def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig, *, sha256: str | None = None) -> str:
     """Record what a person has decided about a version that waits for approval; `promote` makes it the champion.
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, f
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_HASH
+from grpo_tasks.tracking.report_to import Report, TensorBoardWriter, WandbWriter, Writer
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from grpo_tasks.tracking.texts import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
 from schemas.config.run import RunConfig
@@ -66,10 +68,13 @@ def open_run(
         yield run
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
+        with suppress(TrackingError, OSError):
+            run.close_reports()
         with suppress(TrackingError):
             broken = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
             run.end("FAILED" if (fault.failed if isinstance(fault, EndedByOthers) else broken) else "KILLED")
         raise
+    run.close_reports()
     run.end("FINISHED")
 
 
@@ -82,6 +87,7 @@ class TrackedRun:
         self._flow = flow
         self._children: dict[str, RunHandle] = {}
         self._stages: list[StageResult] = []
+        self._reports: dict[Path, list[Report]] = {}
         self.data: DataReport | None = None
         """The data of the run, once it is recorded."""
         parent = {PARENT_TAG: flow[PARENT_TAG]} if PARENT_TAG in flow else {}
@@ -158,7 +164,30 @@ class TrackedRun:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
         child = partial(self.child, spec.stage.name, spec.key)
-        return JournalShipper(self.store, stage_dir, child, check=partial(self.require_active, once=True))
+        reports = self._reports_of(spec.stage.name, stage_dir)
+        return JournalShipper(self.store, stage_dir, child, check=partial(self.require_active, once=True), reports=reports)
+
+    def _reports_of(self, stage: str, stage_dir: Path) -> list[Report]:
+        """What the trackers of `tracking.report_to` get of a stage, in addition to MLflow."""
+        output = (self.config.resources.output_dir / self.config.name).resolve()
+        params = stage_params(self.config, stage) | {"mlflow_run_id": self.run_id}
+
+        def tensorboard(name: str) -> Writer:
+            return TensorBoardWriter(output / "tensorboard" / name)
+
+        def wandb(name: str) -> Writer:
+            return WandbWriter(output / "wandb", name, project=self.config.experiment, group=self.config.name, params=params)
+
+        if stage_dir not in self._reports:
+            writers = {"tensorboard": tensorboard, "wandb": wandb}
+            chosen = self.config.tracking.report_to
+            self._reports[stage_dir] = [Report(tracker, output, stage_dir, writers[tracker]) for tracker in chosen]
+        return self._reports[stage_dir]
+
+    def close_reports(self) -> None:
+        """End the runs of the other trackers."""
+        for report in chain.from_iterable(self._reports.values()):
+            report.close()
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
@@ -194,6 +223,10 @@ class TrackedRun:
             entities.record_checkpoints(child, result, stage_params(self.config, result.stage))
 
         done = child.once(f"train_stage.{_mark(result)}", work)
+        for report in self._reports_of(result.stage, result.directory):
+            # Also of a stage that was trained before, by a run that reported less.
+            report.ship()
+            report.close()
         if self.system_prompt is not None:
             # Not inside of the work that records the stage: linking a run takes the same lock.
             prompt = str(entities.record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))

@@ -2,8 +2,9 @@
 
     file --extends--> merged tree --overrides--> checked RunConfig --own reward modules next to the file--> RunConfig
 
-A source is the name of a preset (`demo`) or a path. `extends: SOURCE` merges a file over another one: sections are merged by key,
-lists are replaced. An override is `a.b.0.c=value` with a YAML value.
+A source is the name of a preset (`demo`) or a path; in Python also a dict of the same settings, or a `RunConfig`.
+`extends: SOURCE` merges settings over those of another source: sections are merged by key, lists are replaced. An override is
+`a.b.0.c=value` with a YAML value.
 
 Beyond what YAML itself refuses, a text may have no duplicate key, no deep nesting, no aliases that grow without bound ("billion
 laughs") and no value that contains itself. Merge keys (`<<: *anchor`) work; an explicit key overrides a merged one.
@@ -13,6 +14,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +40,12 @@ MAX_DEPTH = 50
 MAX_EXPANDED = 2 * MAX_CHARS
 """Most values and characters after all aliases and merge keys are expanded. A text without aliases is always below it."""
 PRESETS = DEPLOY / "presets"
+IN_MEMORY = Path("configuration")
+"""Where settings stand that no file holds: paths in them are relative to the working directory."""
 
 
-def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file or a preset, apply overrides and validate it; `ConfigError` where there is none, or anything is wrong."""
+def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, a preset or settings in memory, apply overrides and validate; `ConfigError` where anything is wrong."""
     layers = _layers(source)
     tree = _merge_layers(layers)
     for override in overrides or []:
@@ -56,12 +60,13 @@ def read_tree(source: str | Path) -> dict[str, Any]:
     return _merge_layers(_layers(source))
 
 
-def _layers(source: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+def _layers(source: str | Path | dict[str, Any] | RunConfig) -> list[tuple[Path, dict[str, Any]]]:
     """A file and those that it extends, the file itself first, each with its own settings."""
     layers: list[tuple[Path, dict[str, Any]]] = []
-    path: Path | None = find_config(source)
+    given = source.model_dump(mode="json") if isinstance(source, RunConfig) else source
+    path: Path | None = find_config(given) if isinstance(given, str | Path) else IN_MEMORY
     while path is not None:
-        tree = parse_yaml(_text_of(path), place=str(path))
+        tree = parse_yaml(_text_of(path), place=str(path)) if path is not IN_MEMORY else deepcopy(given)
         if not isinstance(tree, dict):
             raise ConfigError("the file is not a mapping of settings", place=str(path), fix="start from a preset: grpo presets")
         extended = tree.pop("extends", None)

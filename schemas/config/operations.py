@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl
@@ -12,6 +12,12 @@ from schemas.secret import has_password
 
 Restarts = Annotated[T, Folded("restarts")]
 Speed = Annotated[T, Folded("speed")]
+
+
+def _trackers(given: Any) -> Any:
+    """As TRL takes them: one name, none, or a list, in which MLflow may stand too."""
+    named = [given] if isinstance(given, str) else given
+    return [name for name in named if name not in ("none", "mlflow")] if isinstance(named, list) else named
 
 
 class TrackingConfig(Section):
@@ -24,6 +30,9 @@ class TrackingConfig(Section):
     """Experiment name. Empty: the name of the run."""
     registered_model: MlflowName | None = None
     """Name in the model registry. Empty: the name of the run."""
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_trackers)] = Field(default_factory=list)
+    """Further trackers that get the journal of each stage, in addition to MLflow: tensorboard, wandb (extras [tensorboard] and
+    [wandb]). wandb stays offline unless WANDB_MODE=online is exported."""
     patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for an MLflow server that stops answering during a run. Training never waits for it."""
 

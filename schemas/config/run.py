@@ -40,6 +40,10 @@ class RunConfig(Section):
     """Seed of everything random: split, order of prompts, sampling and initial adapter."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The base model."""
+    start_from: Path | None = None
+    """Adapter that the first stage continues from; with it the base model is the base of every comparison. A folder with
+    adapter_config.json and adapter_model.safetensors, such as checkpoint-500 of TRL's or transformers' Trainer. Only its weights
+    are taken, not its optimizer, schedule or position. Empty: a new adapter."""
     data: DataConfig
     """Prompts with their ground truth."""
     validation: MachineAndChecks[ValidationConfig] = Field(default_factory=ValidationConfig)
@@ -77,6 +81,8 @@ class RunConfig(Section):
             yield f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
         yield from self._faults_of_added_tokens()
         yield from self._faults_of_machines()
+        if self.start_from is not None and self.model.added_tokens:
+            yield "the adapter of start_from has no rows for model.added_tokens; fix: remove one of the two"
 
     def _faults_of_names(self) -> Iterator[str]:
         names = [stage.name for stage in self.stages]

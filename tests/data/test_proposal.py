@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from flows.cli.init import run_name
 from flows.cli.main import app
 from grpo_tasks.data.proposal import ColumnChoice, candidates, data_settings, find_equality, find_pattern
-from grpo_tasks.library import load_data, make, train_stage
+from grpo_tasks.library import base_model, load_data, make, train_stage
 from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.load import load_config
 
@@ -121,7 +121,7 @@ def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, eq
         assert config.completion.equality == equality
     data = load_data(config, tmp_path / "data")
     assert data.train_rows > 0
-    checks = make(probe_rewards, tmp_path / "lab", config, data).checks
+    checks = make(probe_rewards, tmp_path / "lab", config, base_model(config), data).checks
     assert checks
     assert [check for check in checks if check.outcome == "failed"] == []
     last = config.stages[-1].model_copy(update={"max_steps": 3})

@@ -55,9 +55,12 @@ ELSEWHERE = {
     "grpo up": (SERVERS, 'grpo("up"'),
     "grpo up --workers 2": (SERVERS, '"--workers", "2"'),
     "grpo down": (SERVERS, 'grpo("down"'),
+    "grpo clean": ("tests/operating/test_clean.py", 'grpo("clean")'),
+    "grpo clean --superseded --caches --yes": ("tests/operating/test_clean.py", '"--superseded", "--caches"'),
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, '"rewards": ["rewards", config]'),
     "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty.py", 'grpo("difficulty"'),
+    "grpo retrain config.yaml": ("tests/flows/test_retrain.py", "['retrain', 'small.yaml']"),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
     "grpo run config.yaml --set model.path=grpo-demo@champion": (
         "tests/flows/test_export.py",

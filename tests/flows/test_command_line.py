@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,22 @@ from flows.cli.environment import report_errors
 from flows.cli.main import PANELS, app
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
-from tests.flows.place import SMALL, Place
+from tests.flows.place import BIN, SMALL, Place
 
 # Together, because they share a Prefect server and a pipeline that went through.
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
+
+
+SHELL = """
+grpo --install-completion && . ~/.bashrc
+COMP_WORDS=(grpo pro) COMP_CWORD=1 && _grpo_completion grpo && echo "completed: ${COMPREPLY[*]}"
+"""
+
+
+def test_bash_completes_commands_once_completion_is_installed(tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", SHELL], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "completed: promote" in done.stdout, done.stderr
 
 
 @pytest.fixture

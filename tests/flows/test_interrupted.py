@@ -18,6 +18,7 @@ from schemas.results.model import StageResult
 from tests.flows.place import BIN, SMALL, Place, wait_for_step
 from tests.flows.test_demo import assert_learnt
 from tests.flows.test_ui import FLOW
+from tests.tracking.test_report_to import tensorboard_runs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 @pytest.mark.xdist_group("demo")
 def test_a_killed_demo_resumes_and_learns_with_another_seed_too(tmp_path_factory, prefect_api):
     place = Place(tmp_path_factory.mktemp("killed"), prefect_api)
-    command = ("run", "demo", "--set", "seed=7")
+    command = ("run", "demo", "--set", "seed=7", "--set", "tracking.report_to=tensorboard")
     process = place.start(*command)
     stage_dir = wait_for_step("runs/grpo-demo/train_stage/format-*/metrics.jsonl", place.root, 25, process)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -43,6 +44,10 @@ def test_a_killed_demo_resumes_and_learns_with_another_seed_too(tmp_path_factory
     child = place.child("format")
     shipped = [point.step for point in place.client.get_metric_history(child.info.run_id, "reward")]
     assert shipped == steps
+    reported = tensorboard_runs(place.root / "runs" / "grpo-demo")
+    [format_run] = [seen for name, seen in reported.items() if name.startswith("format-")]
+    assert [step for step, *_ in format_run] == steps
+    assert len(reported) == 2
     assert_learnt(place.parent())
 
 

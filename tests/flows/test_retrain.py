@@ -14,7 +14,7 @@ from tests.flows.place import SMALL, Place, ask
 
 pytestmark = pytest.mark.timeout(1800)
 
-RETRAIN = "from flows.retrain import retrain_flow; print('TOLD', retrain_flow('small.yaml').reason)"
+RETRAIN = "from flows.cli.main import app; app(['retrain', 'small.yaml'])"
 HOLDER = """
 import sys
 from prefect import flow
@@ -110,8 +110,8 @@ def test_of_two_retrainings_at_once_one_trains(tmp_path, request, attempt):
     both = [start(place, RETRAIN) for _ in range(2)]
     outputs = [process.communicate(timeout=900)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], "\n".join(output[-3000:] for output in outputs)
-    reasons = [line for output in outputs for line in output.splitlines() if line.startswith("TOLD")]
-    assert sum("nothing to do" in reason for reason in reasons) == 1
+    assert sum("\nnothing to do: version 1 of small" in output for output in outputs) == 1
+    assert sum("\nsmall version 1" in output for output in outputs) == 1
     assert "waiting for the slot retrain-small, held by the run" in "".join(outputs)
     if with_server:
         ended = [message for message in messages(place, "Completed") if "small" in message or "v1" in message]

@@ -56,7 +56,7 @@ def test_every_hint_names_a_field_that_exists_and_no_name_has_two():
         ("stages.0.fp16", "here it is model.dtype: float16"),
         ("rollout.use_vllm", "here it is rollout.engine: vllm"),
         ("rollout.max_new_tokens", "here it is rollout.max_completion_length"),
-        ("report_to", "here it is tracking.tracking_uri"),
+        ("report_to", "it belongs to tracking.report_to"),
         ("model.load_in_4bit", "here it is model.quantization: nf4"),
         ("model.peft_config", "here it is model.lora"),
         ("stages.0.reward_weights", "here it is rewards.functions.NAME.weight"),
