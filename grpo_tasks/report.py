@@ -6,6 +6,7 @@ jinja2 escapes every value, and secrets are hidden. What this module does not do
 
 import base64
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -44,6 +45,7 @@ _VERBATIM_OR_PERCENT = re.compile(r"<(pre|code)>.*?</\1>|(?<=\d) %", re.DOTALL)
 _MAX_ROWS = 20
 """Rejected rows, prompts that a stage left out, and prompts on which two runs disagree."""
 _MAX_SAMPLES = 4
+_TITLE_CHARS = 36  # of a title in a panel of a comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +374,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         for run, colour in zip((first, second), COLOURS, strict=False):
             curve = run.curves.get(stage, {}).get(metric, [])
             axes.plot([step for step, _ in curve], [value for _, value in curve], color=colour, linewidth=1.2)
-        style_axes(axes, f"{stage}: {metric}")
+        style_axes(axes, f"{textwrap.fill(stage, _TITLE_CHARS)}\n{metric}")
     curves = save_figure(figure, path.with_suffix(".png"))
     page = _render("comparison.html", comparison=comparison, first=first, second=second, curves=_picture(curves), colours=COLOURS)
     curves.unlink()

@@ -100,7 +100,8 @@ def completions(
         from grpo_tasks.operating.trace import read_completions
 
         found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
-        say(f"stage {found.stage}, update {found.step} (completions are recorded of updates {', '.join(map(str, found.steps))})")
+        recorded = f"completions are recorded of updates {', '.join(map(str, found.steps))}"
+        show(Shown(text=f"stage {found.stage}, update {found.step} ({recorded})"))
         by_reward = found.table.sort(REWARD, descending=True, nulls_last=True)
         if not (best or worst):
             _show_completions("first", found.table.head(limit).to_dicts())

@@ -71,14 +71,14 @@ def evaluation_section(reports: Sequence[EvalReport], *, merged_as: str = "") ->
     first, titles = reports[0], [name.replace("_", " ") for name in names]
     text = (
         f"{first.prompts} held-out prompts, {first.num_samples} samples each at temperature {first.temperature:g}; "
-        f"{first.confidence:.0%} intervals in brackets."
+        f"{100 * first.confidence:g} % intervals in brackets."
     )
     if ACCURACY in measured:
         text += " Accuracy is strict (format kept and answer equal); lenient accuracy ignores the format."
     if merged_as:
         text += (
-            f" {reports[-2].label} and {reports[-1].label} are the same policy, with its adapter and merged in {merged_as}. They "
-            "differ by rounding alone, which changes what is sampled: compare the intervals."
+            f" The rows {reports[-2].label} and {reports[-1].label} are the same policy: with its adapter, and merged in "
+            f"{merged_as}. They differ by rounding alone, which can change what is sampled: compare the intervals."
         )
     return Section(text=text, columns=("model", *titles), rows=rows, right=titles, extra=titles)
 
