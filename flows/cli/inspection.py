@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from flows.cli.environment import prepare_environment, report_errors
 from flows.cli.options import Config, Set, TrackingUri, Wide, parse_size
-from flows.cli.show import hint, out, say, show
+from flows.cli.show import hint, out, pipe_row, say, show
 from grpo_tasks.content.places import row_place
 from schemas.config.load import PRESETS, find_config, load_config, tracking_at
 from schemas.config.run import RunConfig
@@ -190,7 +190,7 @@ def doctor() -> None:
             if out.is_terminal:
                 out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/]", escape(finding.detail))
             else:
-                say(f"{finding.subject}\t{'ok' if finding.ok else 'wrong'}\t{finding.detail}")
+                pipe_row([finding.subject, "ok" if finding.ok else "wrong", finding.detail])
             all_well = all_well and finding.ok
         if not all_well:
             raise typer.Exit(1)

@@ -4,6 +4,9 @@ A table fits the terminal. Where its columns do not, those that matter least are
 A pipe gets all columns as lines of tab-separated cells, which grep, cut and a spreadsheet can read.
 """
 
+from collections.abc import Sequence
+
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
@@ -31,6 +34,11 @@ def hint(*lines: str) -> None:
         say(*lines)
 
 
+def pipe_row(cells: Sequence[str]) -> None:
+    """Print a row for a program: its cells with tabs between them, which rich would expand."""
+    typer.echo("\t".join(" ".join(cell.split()) for cell in cells))
+
+
 def show(*sections: Section, wide: bool = False) -> None:
     """Print sections of a result; `wide` prints every column of a table on a terminal that is too narrow for them."""
     for section in sections:
@@ -39,7 +47,8 @@ def show(*sections: Section, wide: bool = False) -> None:
         if section.rows and out.is_terminal:
             _show_table(section, wide=wide)
         elif section.rows:
-            say(*("\t".join(" ".join(cell.split()) for cell in row) for row in (section.columns, *section.rows)))
+            for row in (section.columns, *section.rows):
+                pipe_row(row)
         say(*(f"{name}:\n{quote}" for name, quote in section.quotes.items()))
 
 

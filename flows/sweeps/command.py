@@ -76,9 +76,9 @@ def show_grid(grid: "Grid") -> None:
     rows = [[str(one.number), *one.settings.values(), str(one.config.seed)] for one in grid.variants]
     title = f"Sweep of {grid.base.name} (nothing was run)"
     show(Section(title=title, columns=("run", *(axis.path for axis in grid.axes), "seed"), rows=rows))
-    say(*forecast(grid.variants, grid.base.resources.output_dir / grid.base.name))
-    if grid.added:
-        say(f"held-out evaluations that pruning goes by: {', '.join(grid.added)}")
+    said = forecast(grid.variants, grid.base.resources.output_dir / grid.base.name)
+    said += [f"held-out evaluations that pruning goes by: {', '.join(grid.added)}"] if grid.added else []
+    show(*(Section(text=line) for line in said))
 
 
 def forecast(variants: "Sequence[Variant]", folder: Path) -> list[str]:
