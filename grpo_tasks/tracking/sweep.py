@@ -75,7 +75,7 @@ class SweepRun:
 
     def _tag(self, run_id: str, name: str, text: str) -> None:
         # Each only when it changes: a sweep of hundreds of runs is shown again after each of them.
-        if self._tags.get((run_id, name), "") != text:
+        if self._tags.get((run_id, name)) != text:
             self.handle.store.call(lambda client: client.set_tag(run_id, name, text))
             self._tags[run_id, name] = text
 
