@@ -116,13 +116,12 @@ class SweepResult(Result):
         if (highest := self.highest) is None or highest.end is None:
             return {}
         low = highest.end.figures[highest.end.metric].low
+        level = [line for line, found in self._decided() if found.high >= low]
+        others = [line for line in level if line.number != highest.number]
         # Another seed of the same settings is the same choice, unless seeds are all that differs.
-        tied = {
-            line.number: "tie"
-            for line, found in self._decided()
-            if found.high >= low and (line.settings != highest.settings or not line.settings)
-        }
-        return {**tied, highest.number: "tie"} if tied.keys() - {highest.number} else {highest.number: "best"}
+        if any(line.settings != highest.settings or not line.settings for line in others):
+            return {line.number: "tie" for line in level}
+        return {highest.number: "best"}
 
     @property
     def ties(self) -> bool:

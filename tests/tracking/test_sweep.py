@@ -119,7 +119,7 @@ def test_seeds_of_the_same_settings_do_not_tie_with_each_other():
 
     high, low = {"rate": "1e-3"}, {"rate": "1e-5"}
     assert verdicts([0.8, 0.85, 0.3], [high, high, low]) == {2: "best"}
-    assert verdicts([0.8, 0.85, 0.7], [high, high, low]) == {2: "tie", 3: "tie"}
+    assert verdicts([0.8, 0.85, 0.7], [high, high, low]) == {1: "tie", 2: "tie", 3: "tie"}
     assert verdicts([0.8, 0.85, 0.6], [{}, {}, {}]) == {1: "tie", 2: "tie"}
     assert verdicts([0.8], [high]) == {1: "best"}
     assert verdicts([], []) == {}
