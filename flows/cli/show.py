@@ -53,28 +53,28 @@ def show(*sections: Section, wide: bool = False) -> None:
 
 
 def _show_table(section: Section, *, wide: bool) -> None:
-    cells = {name: [row[number] for row in section.rows] for number, name in enumerate(section.columns)}
-    # A heading may be broken between its words, the line of a cell is as wide as it is.
-    lines = {name: [*name.split(), name[:_HEADING], *"\n".join(rows).splitlines()] for name, rows in cells.items()}
-    widths = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
-    shown = [name for name in section.columns if name not in section.extra or any(cells[name])]
-    missing = [name for name in section.extra if name in shown]
+    columns, cells = list(section.columns), list(zip(*section.rows, strict=True))
+    # A heading may be broken between its words; a cell only where all columns together are too wide.
+    lines = [[*name.split(), name[:_HEADING], *"\n".join(of).splitlines()] for name, of in zip(columns, cells, strict=True)]
+    widths = [max(map(cell_len, texts)) for texts in lines]
+    shown = [number for number, name in enumerate(columns) if name not in section.extra or any(cells[number])]
+    optional = [number for name in section.extra for number in shown if columns[number] == name]
+
+    def total() -> int:
+        return sum(widths[number] for number in shown) + _GAP * (len(shown) - 1)
+
     left_out: list[str] = []
-    while missing and not wide and _total(widths, shown) > out.width:
-        left_out.insert(0, missing.pop())
-        shown.remove(left_out[0])
+    while optional and not wide and total() > out.width:
+        shown.remove(last := optional.pop())
+        left_out.insert(0, columns[last])
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
-    fits = wide or _total(widths, shown) <= out.width
-    for name in shown:
-        side = "right" if name in section.right else "left"
+    fits = wide or total() <= out.width
+    for number in shown:
+        side = "right" if columns[number] in section.right else "left"
         # Without a width, the widest columns are narrowed and their cells folded; none is cut.
-        table.add_column(escape(name), justify=side, overflow="fold", width=widths[name] if fits else None)
-    for row in zip(*(cells[name] for name in shown), strict=True):
-        table.add_row(*map(escape, row))
-    (Console(width=max(out.width, _total(widths, shown))) if wide else out).print(table)
+        table.add_column(escape(columns[number]), justify=side, overflow="fold", width=widths[number] if fits else None)
+    for row in section.rows:
+        table.add_row(*(escape(row[number]) for number in shown))
+    (Console(width=max(out.width, total())) if wide else out).print(table)
     if left_out:
         out.print(f"not shown: {', '.join(left_out)} (--wide, or | cat)", markup=False, highlight=False)
-
-
-def _total(widths: dict[str, int], shown: list[str]) -> int:
-    return sum(widths[name] for name in shown) + _GAP * (len(shown) - 1)

@@ -28,8 +28,8 @@ _TITLES = {plot.name: plot.title for plot in PLOTS}
 _OVERVIEW = {plot.name: plot.title for plot in PLOTS if plot.overview}
 _IMITATION_OVERVIEW = {plot.name: plot.imitation for plot in PLOTS if plot.imitation}
 _OVERVIEW_COLUMNS = 3
-_NAME_PT, _NAME_ROW, _NAME_GAP, _AXES_SHARE = 8, 0.08, 0.01, 0.9
-"""Names of stages: size, height of a row and gap as shares of the axes, and the share of the axes that the layout leaves."""
+_NAME_PT, _NAME_ROW, _NAME_ROWS, _NAME_GAP, _AXES_SHARE = 8, 0.08, 7, 0.01, 0.9
+"""Names of stages: size, height of a row, most rows, gap; and the share of the axes that the layout leaves."""
 _SMOOTHED_SHARE = 20
 _MAX_HALF_WINDOW = 25
 
@@ -89,7 +89,9 @@ def _name_stages(axes: Axes, names: Sequence[str], boundaries: Sequence[int]) ->
     for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
         half = renderer.get_text_width_height_descent(name, font, ismath=False)[0] / width / 2
         middle = min(max(((start + end) / 2 - left) / (right - left), half), max(1 - half, half))
-        row = next((number for number, taken in enumerate(rows) if taken <= middle - half + _NAME_GAP), len(rows))
+        row = next(
+            (number for number, taken in enumerate(rows) if taken <= middle - half + _NAME_GAP), min(len(rows), _NAME_ROWS - 1)
+        )
         rows[row : row + 1] = [middle + half + 2 * _NAME_GAP]
         at = 0.99 - _NAME_ROW * row
         axes.text(middle, at, name, ha="center", va="top", fontproperties=font, color="0.35", transform=axes.transAxes)

@@ -166,7 +166,7 @@ def sections(draw):
 
 
 @given(sections(), st.integers(40, 120))
-def test_no_cell_of_a_table_is_cut_and_no_line_is_too_long(section, width):
+def test_no_cell_is_cut_and_no_line_is_too_long(section, width):
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(show, "out", Console(file=printed, force_terminal=True, color_system=None, width=width))

@@ -116,7 +116,7 @@ def test_a_row_shows_its_pass_rates_and_which_stage_leaves_it_out(run):
     assert found.left_out == {"answers": "never_solved"}
 
 
-def test_completions_that_were_not_recorded_are_named_with_a_command_that_works(run):
+def test_completions_that_were_not_recorded_are_named_with_a_fix(run):
     folder = run / "train_stage/format-key/completions"
     folder.mkdir()
     with pytest.raises(UserError, match="has recorded no completions yet") as refused:
