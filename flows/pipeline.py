@@ -130,4 +130,5 @@ def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
         sections=trained.sections,
     )
     run.show_links(publication, report=True)
-    return PipelineResult(publication=publication, evaluations=trained.evaluations, report=report.html)
+    evaluations, saved = trained.evaluations, trained.merged.saved_as()
+    return PipelineResult(publication=publication, evaluations=evaluations, merged_as=saved, report=report.html)

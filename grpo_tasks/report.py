@@ -5,6 +5,8 @@ jinja2 escapes every value, and secrets are hidden. What this module does not do
 """
 
 import base64
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -25,22 +27,25 @@ from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.past_runs import PastRun, find_rejection_run, load_past_run
 from schemas import metrics
 from schemas.config.evaluation import PromotionConfig
+from schemas.config.grid import NO_EFFECT
 from schemas.config.run import RunConfig
 from schemas.metrics import REWARD, figure_text
 from schemas.results.base import Section
 from schemas.results.data import DataReport, LabReport
-from schemas.results.evaluation import DifficultyReport, EvalReport, guard_sections
+from schemas.results.evaluation import DifficultyReport, EvalReport, evaluation_section, guard_sections
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PublishedFacts
 from schemas.secret import hide, hide_written
 
 COMPARED = (metrics.FORMAT_RATE, metrics.ACCURACY, metrics.LENIENT_ACCURACY, metrics.TRUNCATED_RATE, REWARD)
 """Compared metrics. The means of the functions that both runs measured follow, and the figures of each task."""
-_TASK_PREFIXES = tuple(family.removesuffix("*") for family in metrics.TASK_FAMILIES.values())
+_SAVED = "model.merged_dtype"
 _SHOWN_CHARS = 1_500
+_VERBATIM_OR_PERCENT = re.compile(r"<(pre|code)>.*?</\1>|(?<=\d) %", re.DOTALL)
 _MAX_ROWS = 20
 """Rejected rows, prompts that a stage left out, and prompts on which two runs disagree."""
 _MAX_SAMPLES = 4
+_TITLE_CHARS = 36  # of a title in a panel of a comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ def write_html(run: RunResults, directory: Path) -> Path:
         **{one.name: getattr(run, one.name) for one in fields(run)},
         config_yaml=yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
         commit=describe_environment().git_commit or "unknown",
-        evaluated=_evaluated(run.evaluations, intervals=True),
+        evaluated=_evaluated(run),
         stage_metrics=[(name, metrics.PROGRESS[name]) for name in (REWARD, metrics.REWARD_STD, metrics.KL)],
         events=[event | {"stage": name} for name, folder in folders.items() for event in read_events(folder.events)],
         curves=_picture(plot_overview(journals, directory / "curves.png")),
@@ -146,7 +151,7 @@ def markdown(run: RunResults) -> str:
     sections = [
         Section(text=f"# {run.config.name}"),
         Section(text=f"{decision.model_name} version {decision.model_version}: {decision.reason}"),
-        _evaluated(run.evaluations),
+        _evaluated(run),
         *guard_sections(decision.guards),
         Section(text=f"{run.data.rows} rows read, {run.data.quarantined} rejected."),
         *(Section(text=text) for text in [*(f"{step}: {said.strip()}" for step, said in run.sections.items()), *kept]),
@@ -156,22 +161,8 @@ def markdown(run: RunResults) -> str:
     return as_markdown(sections)
 
 
-def _evaluated(evaluations: Sequence[EvalReport], *, intervals: bool = False) -> Section:
-    """A row for each model: the headlines that were measured, then the figures of each task."""
-    measured = list(dict.fromkeys(name for report in evaluations for name in report.metrics))
-    names = [name for name in metrics.HEADLINES if name in measured]
-    names += [name for name in measured if name.startswith(_TASK_PREFIXES)]
-    titles = [name.replace("_", " ") for name in names]
-
-    def cell(report: EvalReport, name: str) -> str:
-        if name not in report.metrics:
-            return ""
-        found = report.metrics[name]
-        value, low, high = (figure_text(name, one) for one in (found.value, found.low, found.high))
-        return f"{value} ({low} to {high})" if intervals else value
-
-    rows = [[report.label, *(cell(report, name) for name in names)] for report in evaluations]
-    return Section(columns=["model", *titles], rows=rows, right=titles)
+def _evaluated(run: RunResults) -> Section:
+    return evaluation_section(run.evaluations, merged_as=run.proof.saved_as())
 
 
 def _cost_section(run: RunResults) -> Section:
@@ -305,6 +296,13 @@ class Comparison:
 
     def section(self, first: str, second: str) -> Section:
         """The figures of the runs, which are called `first` and `second`, with the difference and its interval."""
+        text = (
+            f"Both merged models on their {self.prompts} common held-out prompts. The difference is {second} minus {first}, with "
+            "its 95 % interval over prompts."
+        )
+        differ = {name for name, *_ in self.settings if name.split(".")[0] not in NO_EFFECT}
+        if differ == {_SAVED} and self.first.data_digest == self.second.data_digest:
+            text += " Both runs trained the same policy and saved it in another precision: they differ by rounding alone."
         rows = []
         for row in self.figures:
             scale, digits, unit = (100, 1, " %") if row.share else (1, 3, "")
@@ -312,7 +310,7 @@ class Comparison:
             change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
             rows.append([row.name, *values, change, f"{low} to {high}"])
         columns = (first, second, "difference", "interval")
-        return Section(columns=("figure", *columns), rows=rows, right=columns)
+        return Section(text=text, columns=("figure", *columns), rows=rows, right=columns)
 
 
 def compare_runs(first: PastRun, second: PastRun) -> Comparison:
@@ -376,7 +374,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         for run, colour in zip((first, second), COLOURS, strict=False):
             curve = run.curves.get(stage, {}).get(metric, [])
             axes.plot([step for step, _ in curve], [value for _, value in curve], color=colour, linewidth=1.2)
-        style_axes(axes, f"{stage}: {metric}")
+        style_axes(axes, f"{textwrap.fill(stage, _TITLE_CHARS)}\n{metric}")
     curves = save_figure(figure, path.with_suffix(".png"))
     page = _render("comparison.html", comparison=comparison, first=first, second=second, curves=_picture(curves), colours=COLOURS)
     curves.unlink()
@@ -398,7 +396,9 @@ def _render(template: str, **context: object) -> str:
     )
     environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
     environment.filters["short"] = lambda text: text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + " ..."
-    return hide(environment.get_template(template).render(**context))
+    page = hide(environment.get_template(template).render(**context))
+    # A browser must not break a line between a figure and its unit. What a model or a user wrote stays as it is.
+    return _VERBATIM_OR_PERCENT.sub(lambda found: found[0] if found[0].startswith("<") else "\N{NO-BREAK SPACE}%", page)
 
 
 def _picture(path: Path) -> str:

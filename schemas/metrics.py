@@ -57,7 +57,8 @@ DEAD_GROUPS = _update(
 )
 KL = _update(
     "kl",
-    "mean KL divergence from the reference policy (k3 estimator); with beta 0 it is measured every kl_every_steps updates",
+    "mean KL divergence from the reference policy (k3 estimator) of the groups that are computed; with beta 0 it is measured "
+    "every kl_every_steps updates",
     "nats/token",
     "lower",
     "above 0.5: the policy has moved far from the reference, lower the learning rate",
@@ -250,8 +251,8 @@ _evaluation(TASK_REWARD, "mean weighted reward on the prompts of one task", bett
 GUARD_CHANGE = _evaluation("guard/*/change", "change of the metric of one guard against the champion or the base")
 GUARD_PASSED = _evaluation("guard/*/passed", "whether one guard of the promotion passed: 1 or 0", better="higher")
 
-HEADLINES = (FORMAT_RATE, ACCURACY, GREEDY_ACCURACY, LENIENT_ACCURACY, PASS_AT_K, TRUNCATED_RATE, COMPLETION_LENGTH, REWARD)
-"""Evaluation metrics that summary tables show, in this order."""
+HEADLINES = (FORMAT_RATE, ACCURACY, LENIENT_ACCURACY, REWARD, GREEDY_ACCURACY, PASS_AT_K, TRUNCATED_RATE, COMPLETION_LENGTH)
+"""Evaluation metrics that summary tables show, in this order. A narrow terminal leaves out the last ones."""
 CURVES = (REWARD, REWARD_STD, DEAD_GROUPS, KL, MEAN_LENGTH)
 """Training metrics whose curves `grpo compare` draws."""
 PROGRESS = {REWARD: "reward", REWARD_STD: "std", KL: "kl", TOKEN_ACCURACY: "token_acc", MEAN_LENGTH: "length"}

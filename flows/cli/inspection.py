@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.text import Text
 
 from flows.cli.environment import prepare_environment, report_errors
-from flows.cli.options import Config, Set, TrackingUri, parse_size
-from flows.cli.show import out, print_table, say, table_of
+from flows.cli.options import Config, Set, TrackingUri, Wide, parse_size
+from flows.cli.show import hint, out, pipe_row, say, show
 from grpo_tasks.content.places import row_place
 from schemas.config.load import PRESETS, find_config, load_config, tracking_at
 from schemas.config.run import RunConfig
 from schemas.config.section import Section, fields_below, section_in
 from schemas.errors import ConfigError
-from schemas.metrics import HEADLINES, REWARD
+from schemas.metrics import HEADLINES, REWARD, figure_text
+from schemas.results.base import Section as Shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from grpo_tasks.planning.memory_plan import StagePlan
 
 TITLES = [name.replace("_", " ") for name in HEADLINES]
+FIRST_TITLES = 4
+"""Figures that a narrow terminal shows before anything else that it may leave out."""
 PASS_RATES = ("pass_rate", "pass_rate_low", "pass_rate_high", "samples")
 """Columns of pass rates that `grpo trace` shows."""
 GIB = 2**30
@@ -36,8 +38,9 @@ _INDENT = "    "
 def runs(
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="How many, newest first.")] = 20,
     tracking_uri: TrackingUri = None,
+    wide: Wide = False,
 ) -> None:
-    """List the newest runs with their figures."""
+    """List the newest runs with their figures. `grpo compare` takes two of them by the first column."""
     with report_errors(reads=True):
         prepare_environment()
         from grpo_tasks.tracking.past_runs import recent_runs
@@ -49,14 +52,19 @@ def runs(
         rows = []
         for line in found:
             when = f"{line.started:%Y-%m-%d %H:%M}"
-            rows.append([when, line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version])
-        print_table(table_of(("started", "run", "name", "status", *TITLES, "model"), rows), TITLES)
-        say("more: grpo compare RUN RUN, grpo lineage MODEL")
+            rows.append([line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version, when])
+        columns = ("run", "name", "status", *TITLES, "model", "started")
+        extra = (*TITLES[:FIRST_TITLES], "model", *TITLES[FIRST_TITLES:], "started")
+        show(Shown(columns=columns, rows=rows, right=TITLES, extra=extra), wide=wide)
+        # Those that have an evaluated model, which a comparison needs.
+        evaluated = [line.run_id[:8] for line in found if line.figures][:2]
+        hint(*(f"compare two: grpo compare {' '.join(reversed(evaluated))}" for _ in evaluated[1:]))
 
 
 def models(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this registered model.")] = None,
     tracking_uri: TrackingUri = None,
+    wide: Wide = False,
 ) -> None:
     """List registered models: versions, aliases and figures."""
     with report_errors(reads=True):
@@ -70,16 +78,17 @@ def models(
         rows = []
         for line in found:
             when = f"{line.made:%Y-%m-%d %H:%M}"
-            rows.append([f"{line.name}/{line.version}", ", ".join(line.aliases), when, *_cells(line.figures), line.run_id[:8]])
-        print_table(table_of(("model", "alias", "made", *TITLES, "run"), rows), TITLES)
+            rows.append([f"{line.name}/{line.version}", ", ".join(line.aliases), *_cells(line.figures), line.run_id[:8], when])
+        extra = (*TITLES[:FIRST_TITLES], "run", *TITLES[FIRST_TITLES:], "made")
+        show(Shown(columns=("model", "alias", *TITLES, "run", "made"), rows=rows, right=TITLES, extra=extra), wide=wide)
         first = f"{found[0].name}/{found[0].version}"
-        say(f"more: grpo chat {first}, grpo lineage {first}, grpo download {first} DIR")
+        hint(f"more: grpo chat {first}", f"      grpo lineage {first}", f"      grpo download {first} DIR")
 
 
 def completions(
     config: Config,
     stage: Annotated[str | None, typer.Option(help="Stage. Default: the one trained last.")] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Update. Default: the last one that was kept.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Update. Default: the last one that was recorded.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Those with the highest reward.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward.")] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=10_000, help="How many of each.")] = 5,
@@ -91,8 +100,8 @@ def completions(
         from grpo_tasks.operating.trace import read_completions
 
         found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
-        kept = ", ".join(map(str, found.steps))
-        say(f"stage {found.stage}, update {found.step} (kept: {kept})")
+        recorded = f"completions are recorded of updates {', '.join(map(str, found.steps))}"
+        show(Shown(text=f"stage {found.stage}, update {found.step} ({recorded})"))
         by_reward = found.table.sort(REWARD, descending=True, nulls_last=True)
         if not (best or worst):
             _show_completions("first", found.table.head(limit).to_dicts())
@@ -103,16 +112,22 @@ def completions(
 
 
 def _show_completions(title: str, rows: "list[dict[str, object]]") -> None:
+    shown = None
     for row in rows:
-        scores = "  ".join(
-            f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float) and name != "completion"
-        )
-        out.rule(f"{title}: {row.get('prompt_id', '')}  {scores}", align="left", characters="-")
+        if row["prompt_id"] != shown:
+            shown = row["prompt_id"]
+            truth = "" if row.get("answer") is None else f" (ground truth {row['answer']})"
+            show(Shown(text=f"\n{title}: prompt {shown}{truth}"))
+            say(*([str(row["prompt"])] if row.get("prompt") else []))
+        scores = [f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float)]
+        count = row["count"]
+        identical = f"{count} identical completions, " if count != 1 else ""
+        show(Shown(text=f"--- {identical}{', '.join(scores)}"))
         say(str(row["completion"]))
 
 
 def _cells(figures: "Mapping[str, float]") -> list[str]:
-    return [f"{figures[name]:.3g}" if name in figures else "" for name in HEADLINES]
+    return [figure_text(name, figures[name]) if name in figures else "" for name in HEADLINES]
 
 
 def trace(
@@ -162,7 +177,7 @@ def _show_rows(title: str, rows: "pl.DataFrame", columns: "Sequence[str]") -> No
     cells = [
         [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows.select(columns).iter_rows()
     ]
-    out.print(table_of(columns, cells, title=title))
+    show(Shown(title=title, columns=columns, rows=cells))
 
 
 def doctor() -> None:
@@ -172,7 +187,10 @@ def doctor() -> None:
     with report_errors():
         all_well = True
         for finding in findings():
-            out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/]", escape(finding.detail))
+            if out.is_terminal:
+                out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/]", escape(finding.detail))
+            else:
+                pipe_row([finding.subject, "ok" if finding.ok else "wrong", finding.detail])
             all_well = all_well and finding.ok
         if not all_well:
             raise typer.Exit(1)
@@ -192,10 +210,10 @@ def cluster(
         rows = []
         for node in nodes:
             same = "the same as here" if node.cpus[1] else "head without CPUs: trains nothing"
-            versions = Text("; ".join(node.faults), "red") if node.faults else same
+            versions = "; ".join(node.faults) or same
             rows.append([node.address, *(f"{free:g} of {total:g}" for free, total in (node.cpus, node.gpus)), versions])
         headings = ("node", "CPUs free", "GPUs free", "versions")
-        out.print(table_of(headings, rows, title="Nodes of the Ray cluster", fold=True))
+        show(Shown(title="Nodes of the Ray cluster", columns=headings, rows=rows))
         say(*(f"{name}: {'holds nodes' if state == 'CREATED' else 'waits for nodes'}" for name, state in holders))
         if not holders:
             say("no run uses it")
@@ -219,9 +237,9 @@ def presets(
     """List the presets, or print one as a starting point: `grpo presets custom-csv > my.yaml`."""
     with report_errors():
         if name is None:
-            for path in sorted(PRESETS.glob("*.yaml")):
-                summary = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-                out.print(f"[bold]{path.stem:<26}[/] {summary}")
+            first_lines = {path.stem: path.read_text(encoding="utf-8").splitlines()[0] for path in sorted(PRESETS.glob("*.yaml"))}
+            rows = [[preset, line.removeprefix("# ")] for preset, line in first_lines.items()]
+            show(Shown(columns=("preset", "for"), rows=rows))
         else:
             # As it is in the file: rich would wrap its lines.
             typer.echo(find_config(name).read_text(encoding="utf-8"), nl=False)
@@ -271,11 +289,10 @@ def plan(
                 *((f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}") for item in plan.sampling),
                 (f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-"),
                 ("kept free", f"{plan.reserve / GIB:.2f}"),
+                ("needed", f"{plan.needed / GIB:.2f}"),
             ]
             title = f"Stage {plan.stage.name}, per GPU (calculated, not measured)"
-            table = table_of(("what", "GiB"), rows, title=title, right=["GiB"])
-            table.add_row("needed", f"{plan.needed / GIB:.2f}", style="bold")
-            out.print(table)
+            show(Shown(title=title, columns=("what", "GiB"), rows=rows, right=["GiB"]))
             if plan.fits:
                 say(f"It fits into {size / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
             else:

@@ -17,10 +17,11 @@ import typer
 from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.progress import shown_progress
-from flows.cli.show import out, say, show_sections, table_of
+from flows.cli.show import out, say, show
 from schemas.config.load import tracking_at
 from schemas.errors import UserError
 from schemas.paths import resolve
+from schemas.results.base import Section
 
 if TYPE_CHECKING:
     from grpo_tasks.report import Comparison
@@ -190,9 +191,7 @@ def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
                 for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json")
             ),
         ]
-        table = table_of(("", ""), rows, title=f"{found.name} version {found.version}", fold=True)
-        table.show_header = False
-        out.print(table)
+        show(Section(title=f"{found.name} version {found.version}", columns=("fact", "value"), rows=rows))
 
 
 def compare(
@@ -215,11 +214,14 @@ def compare(
 
 def show_comparison(found: "Comparison") -> None:
     """Print the figures and settings of two runs."""
-    titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
-    show_sections([found.section(*titles)], title=f"{found.prompts} common held-out prompts")
-    out.print(table_of(("setting", *titles), found.settings, title=f"{len(found.settings)} settings differ"))
+    titles = ("first", "second")
+    say(*(f"{title}: {run.name} ({run.run_id[:8]})" for title, run in zip(titles, (found.first, found.second), strict=True)))
     differ = len(found.disagreements)
-    say(f"the runs disagree on at least {differ} prompts" if differ else "the runs agree on every prompt")
+    show(
+        found.section(*titles),
+        Section(title=f"{len(found.settings)} settings differ", columns=("setting", *titles), rows=found.settings),
+        Section(text=f"the runs disagree on at least {differ} prompts" if differ else "the runs agree on every prompt"),
+    )
 
 
 def reproduce(

@@ -10,8 +10,9 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MlflowPort, Postgres, PrefectPort, TrackingUri, Workers, parse_age
-from flows.cli.show import out, print_table, say, table_of
+from flows.cli.show import out, say, show
 from schemas.config.load import tracking_at
+from schemas.results.base import Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,8 @@ def show_leftovers(found: "Sequence[Found]", *, removed: "Sequence[Found] | None
         when = datetime.fromtimestamp(one.used).astimezone()
         rows.append([str(one.path), one.kind, f"{one.size_bytes / 1e6:,.1f} MB", f"{when:%Y-%m-%d %H:%M}", state])
     if rows:
-        print_table(table_of(("path", "what", "size", "last written", "note"), rows, right=["size"]))
+        columns = ("path", "what", "size", "last written", "note")
+        show(Section(columns=columns, rows=rows, right=("size",), extra=("what", "last written")))
     # What lies in the folder of a run is a part of it.
     counted = [one for one in found if not one.keep or total == "in all"] if removed is None else removed
     whole = {one.path for one in counted if one.kind == "run"}

@@ -21,6 +21,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field, for example stages.0.learning_rate=1e-5. Repeatable."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run every step again, even if its inputs have not changed.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show every column of a table, however narrow the terminal is.")]
 Registered = Annotated[
     str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for the champion of that name.")
 ]

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step, report_errors
-from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
+from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set, Wide
 from flows.cli.progress import shown_progress
-from flows.cli.show import out, print_table, say, show_sections, table_of
+from flows.cli.show import say, show
 from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import HEADLINES, REWARD, figure_text
-from schemas.results.evaluation import EvalReport
+from schemas.metrics import REWARD
+from schemas.results.base import Section
+from schemas.results.evaluation import evaluation_section
 
 if TYPE_CHECKING:
     from schemas.results.data import DataReport, LabReport
-    from schemas.results.evaluation import DifficultyReport
+    from schemas.results.evaluation import DifficultyReport, EvalReport
     from schemas.results.model import MergeProof, StageResult
     from schemas.results.publication import PipelineResult
 
@@ -31,6 +32,7 @@ def run(
         bool, typer.Option("--no-champion", help="Decide by the base alone: the champion cannot be compared with any more.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
+    wide: Wide = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with report_errors() as command:
@@ -52,7 +54,7 @@ def run(
             check_installed(settings)
             check_tracking(settings)
             result = grpo_pipeline(settings, fresh)
-        show_pipeline(settings, result)
+        show_pipeline(settings, result, wide=wide)
 
 
 def retrain(
@@ -107,7 +109,7 @@ def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
     person = ", then by a person" if config.promotion.approval == "manual" else ""
     decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
     rows.append(("publish_model", f"{config.registered_model}, decided by {decides}{person}"))
-    out.print(table_of(("step", "details"), rows, title=f"Plan of {config.name} (nothing was run)", fold=True))
+    show(Section(title=f"Plan of {config.name} (nothing was run)", columns=("step", "details"), rows=rows))
     say(*(f"note: {note}" for note in notes))
 
 
@@ -135,23 +137,9 @@ def describe_stage(stage: StageConfig) -> str:
     return f"{length} of {sizes}{band}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
 
 
-def show_evaluations(reports: Sequence[EvalReport]) -> None:
-    """Print evaluations, one row each."""
-    names = [name for name in HEADLINES if any(name in report.metrics for report in reports)]
-    titles = [name.replace("_", " ") for name in names]
-    rows = [
-        [one.label, *(figure_text(name, one.metrics[name].value) if name in one.metrics else "" for name in names)]
-        for one in reports
-    ]
-    print_table(table_of(("model", *titles), rows, right=titles), titles)
-    if reports:
-        last = reports[-1]
-        say(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
-
-
-def show_pipeline(config: RunConfig, result: "PipelineResult") -> None:
+def show_pipeline(config: RunConfig, result: "PipelineResult", *, wide: bool = False) -> None:
     """Print the end of a pipeline run: evaluations, decision, where everything is."""
-    show_evaluations(result.evaluations)
+    show(evaluation_section(result.evaluations, merged_as=result.merged_as), wide=wide)
     publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
     version = f"{publication.model_name}/{publication.model_version}"
@@ -211,7 +199,7 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
         found, what_to_do = opinions(report.checks)
         if found:
             rows = [(where, check, f"{what} ({probe})" if probe else what) for where, check, what, probe in found]
-            out.print(table_of(("where", "check", "found"), rows))
+            show(Section(columns=("where", "check", "found"), rows=rows))
             say(what_to_do)
         for forecast in report.forecasts:
             say(
@@ -221,12 +209,12 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
         say(*advice(report.forecasts), f"report: {report.directory / 'report.md'}")
 
 
-def difficulty(config: Config, override: Set = None, fresh: Fresh = False) -> None:
+def difficulty(config: Config, override: Set = None, fresh: Fresh = False, wide: Wide = False) -> None:
     """Measure how often the base model solves each training prompt, before you choose keep_pass_rate of a stage."""
     with report_errors():
         settings = checked_config(config, override)
         report: DifficultyReport = _one_step("difficulty", "measuring the training prompts", settings, fresh=fresh)
-        show_sections(report.sections())
+        show(*report.sections(), wide=wide)
         say(f"report: {report.directory / 'report.md'}")
 
 
@@ -235,11 +223,13 @@ def evaluate(
     config: Config,
     override: Set = None,
     fresh: Fresh = False,
+    wide: Wide = False,
 ) -> None:
     """Evaluate a model on the held-out prompts of a config."""
     with report_errors():
         settings = checked_config(config, override)
-        show_evaluations([_one_step("evaluate", "evaluating the model", settings, model=model, fresh=fresh)])
+        report: EvalReport = _one_step("evaluate", "evaluating the model", settings, model=model, fresh=fresh)
+        show(evaluation_section([report]), wide=wide)
 
 
 def train(

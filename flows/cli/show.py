@@ -1,17 +1,25 @@
-"""How the command line prints: lines, tables, sections of a result."""
+"""How the command line prints: lines, and sections of a result with their tables.
 
-from collections.abc import Iterable, Sequence
+A table fits the terminal. Where its columns do not, those that matter least are left out and named; `--wide` prints all of them.
+A pipe gets all columns as lines of tab-separated cells, which grep, cut and a spreadsheet can read.
+"""
 
+from collections.abc import Sequence
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
 from schemas.results.base import Section
 
 out = Console()
 """Standard output of every command."""
+_GAP = 2  # blanks between two columns
+_HEADING = 5
+"""Least width of a heading that is longer: `25 to 50 %` becomes two lines, not four."""
 
 
 def say(*lines: str) -> None:
@@ -20,42 +28,53 @@ def say(*lines: str) -> None:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def table_of(
-    headings: Iterable[str],
-    rows: Iterable[Sequence[str | Text]],
-    *,
-    title: str | None = None,
-    right: Sequence[str] = (),
-    fold: bool = False,
-) -> Table:
-    """A table of plain texts. Columns in `right` are aligned there; with `fold` a long cell is wrapped instead of cut."""
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold" if fold else "ellipsis")
-    for row in rows:
-        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+def hint(*lines: str) -> None:
+    """Print what the reader may want next, in a terminal only: a program that reads the output gets the result alone."""
+    if out.is_terminal:
+        say(*lines)
 
 
-def print_table(table: Table, figures: Sequence[str] = ()) -> None:
-    """Print a table without cutting a cell: a program that reads it, such as grep, gets whole rows and all columns.
-
-    On a terminal that is too narrow, the last of `figures` (headings) are left out until the rest fits, and named below.
-    """
-    left_out: list[str] = []
-    wide = out.options.update(width=10_000)
-    while (width := Measurement.get(out, wide, table).maximum) > out.width and out.is_terminal and len(left_out) < len(figures):
-        left_out.insert(0, figures[-1 - len(left_out)])
-        table.columns = [column for column in table.columns if column.header != left_out[0]]
-    (out if out.is_terminal else Console(width=max(out.width, width))).print(table)
-    if left_out:
-        say(f"a wider terminal, or | cat, also shows: {', '.join(left_out)}")
+def pipe_row(cells: Sequence[str]) -> None:
+    """Print a row for a program: its cells with tabs between them, which rich would expand."""
+    typer.echo("\t".join(" ".join(cell.split()) for cell in cells))
 
 
-def show_sections(sections: Sequence[Section], *, title: str | None = None) -> None:
-    """Print sections of a result; `title` stands above each table."""
+def show(*sections: Section, wide: bool = False) -> None:
+    """Print sections of a result; `wide` prints every column of a table on a terminal that is too narrow for them."""
     for section in sections:
-        say(*filter(None, [section.title, section.text]))
-        if section.columns:
-            out.print(table_of(section.columns, section.rows, right=section.right, title=title))
+        for line in filter(None, [section.title, section.text]):
+            out.print(line, soft_wrap=not out.is_terminal, markup=False, highlight=False)
+        if section.rows and out.is_terminal:
+            _show_table(section, wide=wide)
+        elif section.rows:
+            for row in (section.columns, *section.rows):
+                pipe_row(row)
         say(*(f"{name}:\n{quote}" for name, quote in section.quotes.items()))
+
+
+def _show_table(section: Section, *, wide: bool) -> None:
+    columns, cells = list(section.columns), list(zip(*section.rows, strict=True))
+    # A heading may be broken between its words; a cell only where all columns together are too wide.
+    lines = [[*name.split(), name[:_HEADING], *"\n".join(of).splitlines()] for name, of in zip(columns, cells, strict=True)]
+    widths = [max(map(cell_len, texts)) for texts in lines]
+    shown = [number for number, name in enumerate(columns) if name not in section.extra or any(cells[number])]
+    optional = [number for name in section.extra for number in shown if columns[number] == name]
+
+    def total() -> int:
+        return sum(widths[number] for number in shown) + _GAP * (len(shown) - 1)
+
+    left_out: list[str] = []
+    while optional and not wide and total() > out.width:
+        shown.remove(last := optional.pop())
+        left_out.insert(0, columns[last])
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    fits = wide or total() <= out.width
+    for number in shown:
+        side = "right" if columns[number] in section.right else "left"
+        # Without a width, the widest columns are narrowed and their cells folded; none is cut.
+        table.add_column(escape(columns[number]), justify=side, overflow="fold", width=widths[number] if fits else None)
+    for row in section.rows:
+        table.add_row(*(escape(row[number]) for number in shown))
+    (Console(width=max(out.width, total())) if wide else out).print(table)
+    if left_out:
+        out.print(f"not shown: {', '.join(left_out)} (--wide, or | cat)", markup=False, highlight=False)

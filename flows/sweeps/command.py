@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.cli.environment import named_config, prepare_flow, report_errors
-from flows.cli.options import OptionalConfig, Set
-from flows.cli.show import print_table, say, table_of
+from flows.cli.options import OptionalConfig, Set, Wide
+from flows.cli.show import say, show
 from schemas.metrics import STEP_TIME
+from schemas.results.base import Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the grid and show it with its cost, but run nothing.")
     ] = False,
+    wide: Wide = False,
 ) -> None:
     """Run every combination of some values and seeds, prune what lags behind, and show the table."""
     with report_errors() as command:
@@ -66,18 +68,17 @@ def sweep(
         from flows.sweeps.flow import sweep_flow
 
         check_tracking(grid.base)
-        show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings))
+        show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings), wide=wide)
 
 
 def show_grid(grid: "Grid") -> None:
     """Print the runs of a sweep and what they cost."""
-    # A title of the table would be broken at the width of a narrow table.
-    say(f"Sweep of {grid.base.name} (nothing was run)")
     rows = [[str(one.number), *one.settings.values(), str(one.config.seed)] for one in grid.variants]
-    print_table(table_of(("run", *(axis.path for axis in grid.axes), "seed"), rows, fold=True))
-    say(*forecast(grid.variants, grid.base.resources.output_dir / grid.base.name))
-    if grid.added:
-        say(f"held-out evaluations that pruning goes by: {', '.join(grid.added)}")
+    title = f"Sweep of {grid.base.name} (nothing was run)"
+    show(Section(title=title, columns=("run", *(axis.path for axis in grid.axes), "seed"), rows=rows))
+    said = forecast(grid.variants, grid.base.resources.output_dir / grid.base.name)
+    said += [f"held-out evaluations that pruning goes by: {', '.join(grid.added)}"] if grid.added else []
+    show(*(Section(text=line) for line in said))
 
 
 def forecast(variants: "Sequence[Variant]", folder: Path) -> list[str]:
@@ -121,20 +122,21 @@ def _update_seconds(folder: Path) -> float | None:
     return median(times) if times else None
 
 
-def show_sweep(result: "SweepResult") -> None:
-    """Print the table of a sweep, the best run, and how to publish it."""
+def show_sweep(result: "SweepResult", *, wide: bool = False) -> None:
+    """Print the table of a sweep, its verdict, and how to publish the highest run."""
     from grpo_tasks.tracking.sweep import cells
     from schemas.config.grid import short_names
 
     # Why a run ended is too long for a column.
-    rows = [cells(line) | {"ended": line.end.state if line.end is not None else ""} for line in result.lines]
+    pairs = zip(cells(result), result.lines, strict=True)
+    rows = [row | {"ended": line.end.state if line.end is not None else ""} for row, line in pairs]
     names = short_names(list(result.lines[0].settings))
-    say(result.headline())
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     headings = [names.get(name, name) for name in columns]
-    table = table_of(headings, [[row[name] for name in columns] for row in rows], fold=True)
-    kept = {"run", "seed", "ended", *result.lines[0].settings}
-    print_table(table, [names.get(name, name) for name in columns if name not in kept])
+    kept = {"run", "seed", "verdict", "ended", *result.lines[0].settings}
+    extra = [names.get(name, name) for name in columns if name not in kept]
+    shown = [[row[name] for name in columns] for row in rows]
+    show(Section(text=result.headline(), columns=headings, rows=shown, extra=extra), wide=wide)
     for line in result.lines:
         if line.end is not None and line.end.state != "finished":
             say(f"run {line.number} {line.end.headline()}")
@@ -142,4 +144,4 @@ def show_sweep(result: "SweepResult") -> None:
         say("nothing to do: every run of this sweep has ended")
     say(f"MLflow: {result.tracking_uri}, run {result.run_id}")
     if result.publish:
-        say(f"publish the best run: {result.publish}")
+        say(f"publish {'the highest of the tie' if result.ties else 'the best run'}: {result.publish}")

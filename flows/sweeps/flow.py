@@ -95,10 +95,10 @@ class SweepSupervisor:
             tracking_uri=handle.store.uri,
             computed=computed,
         )
-        best = known.best
-        if best is None:
+        highest = known.highest
+        if highest is None:
             return known
-        sets = [part for text in self.grid.settings_of(best.number) for part in ("--set", text)]
+        sets = [part for text in self.grid.settings_of(highest.number) for part in ("--set", text)]
         return known.model_copy(update={"publish": hide(shlex.join(["grpo", "run", self.grid.source, *sets]))})
 
     def _ended_before(self, variant: Variant) -> bool:
@@ -167,7 +167,7 @@ class SweepSupervisor:
         if ended is not None:
             self.tracked.mark(result.lines[ended - 1])
         self.tracked.show(result)
-        show_artifact("sweep", [cells(line) for line in result.lines], result.headline())
+        show_artifact("sweep", cells(result), result.headline())
         done = 100 * len(self.ends) / len(self.grid.variants)
         show_artifact("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
         if pages := mlflow_pages(result.tracking_uri):

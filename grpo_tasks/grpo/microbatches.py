@@ -75,7 +75,7 @@ def make_microbatches(
     # Kinds sft and rejection weigh all trained tokens alike, whatever their group earned.
     weights = mean_weights(mask) if supervised else token_weights(mask, stage, **limits)
     # The entropy bonus has a gradient in dead groups too.
-    keep_dead = supervised or not stage.skip_dead_groups or stage.entropy_coef > 0
+    keep_dead = supervised or not stage.skips_dead
     dead = advantages.dead[torch.tensor(indices) // rollout.group_size]  # [P] -> [N]
     entropy_weights = mean_weights(mask if keep_dead else mask & ~dead[:, None])
     # Positions in `indices`, from here on: rows of mask, weights and dead.

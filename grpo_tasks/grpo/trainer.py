@@ -84,7 +84,7 @@ class Trainer:
         self.events = Events(directory.events, writes=writes)
         if note := uncovered(model, spec.model.lora):
             self.events.report(0, "adapter_layers", note)
-        self.guards = Guards(stage.guards, kl_every=self._kl_every)
+        self.guards = Guards(stage.guards, kl_every=self._kl_every, skips_dead=stage.skips_dead)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
         keeps, writes = stage.save_total_limit, self.ranks.keeps_checkpoints

@@ -110,12 +110,13 @@ class UpdateCompletions:
     stage: str
     step: int
     steps: list[int]
-    """Updates whose completions were kept."""
+    """Updates whose completions were recorded."""
     table: pl.DataFrame
+    """Each completion of a prompt once, with its `count`."""
 
 
 def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
-    """By default those of the last stage and of its last update that was kept; `UserError` if there are none, or damaged ones."""
+    """By default those of the last stage and its last recorded update; `UserError` if there are none, or damaged ones."""
     newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
     by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}
     if not by_stage:
@@ -125,9 +126,12 @@ def read_completions(folder: Path, *, stage: str | None = None, step: int | None
         raise UserError(f"no stage {name} was trained there", place=str(folder), fix=f"--stage {' or '.join(by_stage)}")
     tables = {int(path.stem.removeprefix("step-")): path for path in sorted(by_stage[name].glob("step-*.parquet"))}
     if not tables:
-        raise UserError(f"stage {name} has kept no completions yet", place=str(by_stage[name]), fix="wait for its first update")
+        fix = "its first update records them; grpo run CONFIG continues a stage that has ended before it"
+        raise UserError(f"stage {name} has recorded no completions yet", place=str(by_stage[name]), fix=fix)
     wanted = max(tables) if step is None else step
     if wanted not in tables:
-        kept = ", ".join(map(str, tables))
-        raise UserError(f"the completions of update {wanted} were not kept", place=str(by_stage[name]), fix=f"--step {kept}")
-    return UpdateCompletions(name, wanted, list(tables), read_table(tables[wanted]))
+        fix = f"--step {' or '.join(map(str, tables))}; stages[].log_completions_steps: 1 records every update"
+        raise UserError(f"the completions of update {wanted} were not recorded", place=str(by_stage[name]), fix=fix)
+    table = turn_by_turn(read_table(tables[wanted])).group_by("prompt_id", "completion", maintain_order=True)
+    once = table.agg(pl.len().alias("count"), pl.exclude("count").first())
+    return UpdateCompletions(name, wanted, list(tables), once)

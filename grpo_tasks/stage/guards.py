@@ -2,9 +2,13 @@
 
 A guard is a pure function of the journal, so a resumed stage makes the same decisions. Guards compare medians of ten updates:
 the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean.
+
+A stage that skips dead groups measures the KL of the others alone, and each of those has a completion that earned less. Where the
+policy has all but unlearnt what the reference does, one such completion lifts their k3 to many times the KL of all. So the guard
+takes the mean over all groups, with 0 for dead ones: k3 is never negative, and the KL is at least that high.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median, pvariance
@@ -46,6 +50,7 @@ class View:
     since: int
     step: int
     kl_every: int
+    skips_dead: bool
 
     def last(self, metric: str, size: int = WINDOW) -> list[float]:
         """Values of the last `size` updates; empty while there are fewer."""
@@ -78,9 +83,14 @@ class View:
     def _complete(self, metric: str, last: int, size: int) -> list[float]:
         if last - size < self.since:
             return []
-        values = self.journal.window(metric, last=last, size=size)
+        updates = [self.journal.steps.get(step, {}) for step in range(last - size + 1, last + 1)]
+        values = [found[metric] * self._share(metric, found) for found in updates if metric in found]
         # An update whose groups are all dead has no KL and no entropy; half of the expected values are enough.
         return values if 2 * len(values) * (self.kl_every if metric == metrics.KL else 1) >= size else []
+
+    def _share(self, metric: str, found: Mapping[str, float]) -> float:
+        """The share of groups that a mean of an update is taken over."""
+        return 1.0 - found.get(metrics.DEAD_GROUPS, 0.0) if metric == metrics.KL and self.skips_dead else 1.0
 
 
 def _error(early: Sequence[float], late: Sequence[float]) -> float:
@@ -204,6 +214,8 @@ class Guards:
     rollbacks: int = 0
     kl_every: int = 1
     """Updates between two measurements of the KL."""
+    skips_dead: bool = False
+    """Whether the KL is measured without dead groups."""
 
     def check(self, journal: Journal, step: int) -> list[Firing]:
         """Guards that fire after update `step`. One that wavers around its threshold fires once."""
@@ -217,7 +229,7 @@ class Guards:
         return found
 
     def _fault(self, guard: Guard, journal: Journal, step: int) -> str | None:
-        view = View(journal, self.since, step, self.kl_every)
+        view = View(journal, self.since, step, self.kl_every, self.skips_dead)
         return guard.fault(view, getattr(self.config, guard.event).threshold)
 
 

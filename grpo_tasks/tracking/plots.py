@@ -12,6 +12,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -27,6 +28,8 @@ _TITLES = {plot.name: plot.title for plot in PLOTS}
 _OVERVIEW = {plot.name: plot.title for plot in PLOTS if plot.overview}
 _IMITATION_OVERVIEW = {plot.name: plot.imitation for plot in PLOTS if plot.imitation}
 _OVERVIEW_COLUMNS = 3
+_NAME_PT, _NAME_ROW, _NAME_ROWS, _NAME_GAP, _AXES_SHARE = 8, 0.08, 7, 0.01, 0.9
+"""Names of stages: size, height of a row, most rows, gap; and the share of the axes that the layout leaves."""
 _SMOOTHED_SHARE = 20
 _MAX_HALF_WINDOW = 25
 
@@ -69,13 +72,32 @@ def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
         axes.set_xlim(0, max(boundaries[-1], 1) + 0.5)
         if number > 0 and len(stages) == 1:
             continue
-        axes.margins(y=0.12)
-        for (name, _), start, end in zip(stages, boundaries[:-1], boundaries[1:], strict=True):
-            middle, across = (start + end) / 2, axes.get_xaxis_transform()
-            axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=across)
+        _name_stages(axes, [name for name, _ in stages], boundaries)
     for axes in panels[-_OVERVIEW_COLUMNS:]:
         axes.set_xlabel("update")
     return save_figure(figure, path)
+
+
+def _name_stages(axes: Axes, names: Sequence[str], boundaries: Sequence[int]) -> None:
+    """Write the name of each stage over its updates, inside of the axes; where they are short, the names are in several rows."""
+    figure, rows = axes.get_figure(root=True), [0.0]
+    assert figure is not None, "these axes are of a figure"
+    renderer, font = FigureCanvasAgg(figure).get_renderer(), FontProperties(size=_NAME_PT)
+    # The layout is computed when the figure is drawn; until then axes are wider than they will be.
+    width = _AXES_SHARE * axes.get_window_extent().width
+    left, right = axes.get_xlim()
+    for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
+        half = renderer.get_text_width_height_descent(name, font, ismath=False)[0] / width / 2
+        middle = min(max(((start + end) / 2 - left) / (right - left), half), max(1 - half, half))
+        row = next(
+            (number for number, taken in enumerate(rows) if taken <= middle - half + _NAME_GAP), min(len(rows), _NAME_ROWS - 1)
+        )
+        rows[row : row + 1] = [middle + half + 2 * _NAME_GAP]
+        at = 0.99 - _NAME_ROW * row
+        axes.text(middle, at, name, ha="center", va="top", fontproperties=font, color="0.35", transform=axes.transAxes)
+    # Room for them above the curves.
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, low + (high - low) / (1 - _NAME_ROW * len(rows)))
 
 
 def new_panels(rows: int, columns: int, *, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
@@ -88,7 +110,8 @@ def new_panels(rows: int, columns: int, *, size: tuple[float, float]) -> tuple[F
 def style_axes(axes: Axes, title: str) -> None:
     """The common look of all axes; x is the number of the update."""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Five numbers of six digits still stand apart.
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -21,10 +21,13 @@ from schemas.config.grid import Grid
 from schemas.metrics import figure_text
 from schemas.results.sweep import SweepLine, SweepResult
 
+_TAG_CHARS = 5_000
 TABLE = "sweep/runs.csv"
 REPORT = "sweep/runs.md"
 ENDED = "grpo.ended"
 """Tag of a run of a sweep: `finished`, or why it ended before."""
+VERDICT = "grpo.sweep_verdict"
+"""Tag of the sweep: its headline. Tag of its runs: `best`, `tie`, or nothing."""
 
 
 class SweepRun:
@@ -38,18 +41,23 @@ class SweepRun:
         run, self.is_new = find_or_create(store, config, title, by={KEY_TAG: key}, tags=tags)
         self.handle = RunHandle(store, run)
         self._flow = flow
+        self._tags: dict[tuple[str, str], str] = {}
         self._figures = dict(run.data.metrics)
         self._figures_ms = self.handle.started_ms
         params = {f"over.{axis.path}": ", ".join(axis.values) for axis in grid.axes}
         self.handle.once("grid", lambda: self.handle.params(params | {"seeds": str(grid.seeds), "source": grid.source}))
 
     def show(self, result: SweepResult) -> None:
-        """Replace the table, the description and the figures of the best run."""
+        """Replace the table, the description, the verdicts and the figures of the highest run."""
         self.handle.text(_csv(result), TABLE)
         self.handle.text(markdown(result), REPORT)
-        self.handle.tags({NOTE: self._note(result)} | self._flow)
-        best = result.best
-        figures = merged_figures(best.end.figures) if best is not None and best.end is not None else {}
+        self.handle.tags({NOTE: self._note(result), VERDICT: result.headline()[:_TAG_CHARS]} | self._flow)
+        verdicts = result.verdicts()
+        for line in result.lines:
+            if line.end is not None and line.end.run_id:
+                self._tag(line.end.run_id, VERDICT, verdicts.get(line.number, ""))
+        highest = result.highest
+        figures = merged_figures(highest.end.figures) if highest is not None and highest.end is not None else {}
         changed = {name: value for name, value in figures.items() if self._figures.get(name) != value}
         if changed:
             # MLflow shows the value with the latest time, and the largest of several with the same time.
@@ -63,17 +71,24 @@ class SweepRun:
         if end is None or not end.run_id:
             return
         text = end.state if end.state == "finished" else f"{end.state}: {end.reason}"
-        self.handle.store.call(lambda client: client.set_tag(end.run_id, ENDED, text[:5_000]))
+        self._tag(end.run_id, ENDED, text[:_TAG_CHARS])
+
+    def _tag(self, run_id: str, name: str, text: str) -> None:
+        # Each only when it changes: a sweep of hundreds of runs is shown again after each of them.
+        if self._tags.get((run_id, name)) != text:
+            self.handle.store.call(lambda client: client.set_tag(run_id, name, text))
+            self._tags[run_id, name] = text
 
     def _note(self, result: SweepResult) -> str:
-        best = result.best
+        highest = result.highest
         parts = [f"**{result.headline()}**"]
-        if best is not None and best.end is not None:
-            parts.append(f"Best run: [{best.label}](#/experiments/{self.handle.experiment_id}/runs/{best.end.run_id})")
+        if highest is not None and highest.end is not None:
+            what = "Highest of the tie" if result.ties else "Best run"
+            parts.append(f"{what}: [{highest.label}](#/experiments/{self.handle.experiment_id}/runs/{highest.end.run_id})")
         link = compare_link([line.end.run_id for line in result.lines if line.end and line.end.run_id], self.handle.experiment_id)
         links = [f"[Compare the runs]({link}): parallel coordinates, scatter plots, and the settings that differ"] if link else []
         if result.publish:
-            parts.append(f"No run of a sweep is promoted. To offer the best one: {code(result.publish)}")
+            parts.append(f"No run of a sweep is promoted. To offer the highest one: {code(result.publish)}")
         whole = "\n\n".join([*parts, *links, markdown(result)])
         if len(whole) <= NOTE_CHARS:
             return whole
@@ -90,16 +105,17 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
     return f"#/compare-runs?runs={quote(json.dumps(run_ids))}&experiments={quote(json.dumps([experiment_id]))}"
 
 
-def cells(line: SweepLine) -> dict[str, str]:
-    """One run as texts by column: what differs, what came out, how long it took, how it ended."""
-    row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed)}, line.end
+def cells(result: SweepResult) -> list[dict[str, str]]:
+    """The runs as texts by column: what differs, whether it is the best, what came out, how long it took, how it ended."""
+    verdicts = result.verdicts()
+    return [_cells(line, verdicts.get(line.number, "")) for line in result.lines]
+
+
+def _cells(line: SweepLine, verdict: str) -> dict[str, str]:
+    row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed), "verdict": verdict}, line.end
     for name in AT_A_GLANCE:
         found = end.figures.get(name) if end is not None else None
-        text = ""
-        if found is not None:
-            low, high = (figure_text(name, bound).removesuffix(" %") for bound in (found.low, found.high))
-            text = f"{figure_text(name, found.value)} [{low}, {high}]"
-        row[name.replace("_", " ")] = text
+        row[name.replace("_", " ")] = found.text(name) if found is not None else ""
     row["time"] = f"{end.seconds:.0f} s" if end is not None else ""
     row["ended"] = "" if end is None else end.state if end.state == "finished" else f"{end.state}: {end.reason}"
     return row
@@ -107,13 +123,13 @@ def cells(line: SweepLine) -> dict[str, str]:
 
 def markdown(result: SweepResult) -> str:
     """All runs, and the means of each combination where there are several seeds."""
-    rows = [cells(line) for line in result.lines]
+    rows = cells(result)
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    varied, best = list(result.lines[0].settings), result.best
+    varied = list(result.lines[0].settings)
     for row in rows:
         row |= {name: code(row[name]) for name in varied}
-        if best is not None and row["run"] == str(best.number):
-            row["run"] = f"**{row['run']}**"
+        if row["verdict"]:
+            row["verdict"] = f"**{row['verdict']}**"
     parts = [table(columns, [[row[name] for name in columns] for row in rows], right=["run", "time"])]
     groups: dict[tuple[str, ...], list[SweepLine]] = {}
     for line in result.lines:
@@ -141,7 +157,7 @@ def _means(groups: dict[tuple[str, ...], list[SweepLine]], paths: Sequence[str])
 
 def _csv(result: SweepResult) -> str:
     """All runs with plain numbers: a column for each setting, figure, bound, time and ending."""
-    rows = []
+    rows, verdicts = [], result.verdicts()
     for line in result.lines:
         end = line.end
         row: dict[str, object] = {"run": line.number, **line.settings, "seed": line.seed}
@@ -150,7 +166,11 @@ def _csv(result: SweepResult) -> str:
             for part in ("value", "low", "high"):
                 row[name if part == "value" else f"{name} {part}"] = getattr(found, part) if found is not None else None
         row["seconds"] = round(end.seconds, 1) if end is not None else None
-        row |= {"ended": end.state if end is not None else "", "reason": end.reason if end is not None else ""}
+        row |= {
+            "verdict": verdicts.get(line.number, ""),
+            "ended": end.state if end is not None else "",
+            "reason": end.reason if end is not None else "",
+        }
         row["mlflow run"] = end.run_id if end is not None else ""
         rows.append(row)
     return pl.DataFrame(rows, infer_schema_length=None).write_csv()

@@ -44,7 +44,8 @@ class KlBlowUp(GuardConfig):
     """The KL from the reference is too high."""
 
     threshold: float = Field(0.5, gt=0.0)
-    """Highest KL in nats per token, as the median of 10 updates (of 3 measurements when kl_every_steps applies)."""
+    """Highest KL in nats per token, as the median of 10 updates (of 3 measurements when kl_every_steps applies). Dead groups that
+    are not computed (skip_dead_groups) count as 0."""
 
 
 class RewardStdCollapse(GuardConfig):

@@ -363,6 +363,11 @@ class StageConfig(Section):
         return self.beta > 0
 
     @property
+    def skips_dead(self) -> bool:
+        """Whether dead groups are left out of an update, and of the KL that it measures."""
+        return self.skip_dead_groups and self.entropy_coef == 0
+
+    @property
     def group_size(self) -> int:
         """Completions of a prompt: those of its group, or its one demonstration."""
         return 1 if self.kind == "sft" else self.num_generations

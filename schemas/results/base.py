@@ -44,13 +44,16 @@ class Result(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of what a person reads about a result, as Markdown (content/markdown.py), on a page or in a terminal."""
+    """A part of what a person reads about a result, as Markdown (content/markdown.py), on a page (report.py) or in a terminal
+    (flows/cli/show.py). A line break in a cell is kept in a terminal only."""
 
     title: str = ""
     text: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     right: Sequence[str] = ()  # columns with numbers
+    extra: Sequence[str] = ()
+    """Columns that a narrow terminal leaves out, what matters least last."""
     quotes: Mapping[str, str] = field(default_factory=dict)
     """Texts that are shown as they are, by what they are."""
 

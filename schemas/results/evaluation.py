@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD, figure_text
+from schemas.metrics import ACCURACY, FORMAT_RATE, HEADLINES, REWARD, TASK_FAMILIES, figure_text
 from schemas.results.base import Result, Section, StepResult
 from schemas.results.model import ModelRef
 
@@ -18,6 +18,11 @@ class Interval(Result):
     value: float
     low: float
     high: float
+
+    def text(self, metric: str, *, gap: str = " ") -> str:
+        """The value of an evaluation metric with its interval in brackets behind `gap`."""
+        low, high = (figure_text(metric, bound).removesuffix(" %") for bound in (self.low, self.high))
+        return f"{figure_text(metric, self.value)}{gap}({low} to {high})"
 
 
 class EvalReport(StepResult):
@@ -48,6 +53,34 @@ class EvalReport(StepResult):
     def samples(self) -> Path:
         """The table of all completions."""
         return self.directory / "samples.parquet"
+
+
+def evaluation_section(reports: Sequence[EvalReport], *, merged_as: str = "") -> Section:
+    """A row for each model: the headlines that were measured, then the figures of each task, all with their intervals.
+
+    Args:
+        merged_as: how the last model was saved (`MergeFigures.saved_as`), if it is the one before it merged: the two are one
+            policy, and the text says so.
+    """
+    measured = dict.fromkeys(name for report in reports for name in report.metrics)
+    prefixes = tuple(family.removesuffix("*") for family in TASK_FAMILIES.values())
+    names = [*(name for name in HEADLINES if name in measured), *(name for name in measured if name.startswith(prefixes))]
+    rows = [
+        [one.label, *(one.metrics[name].text(name, gap="\n") if name in one.metrics else "" for name in names)] for one in reports
+    ]
+    first, titles = reports[0], [name.replace("_", " ") for name in names]
+    text = (
+        f"{first.prompts} held-out prompts, {first.num_samples} samples each at temperature {first.temperature:g}; "
+        f"{100 * first.confidence:g} % intervals in brackets."
+    )
+    if ACCURACY in measured:
+        text += " Accuracy is strict (format kept and answer equal); lenient accuracy ignores the format."
+    if merged_as:
+        text += (
+            f" The rows {reports[-2].label} and {reports[-1].label} are the same policy: with its adapter, and merged in "
+            f"{merged_as}. They differ by rounding alone, which can change what is sampled: compare the intervals."
+        )
+    return Section(text=text, columns=("model", *titles), rows=rows, right=titles, extra=titles)
 
 
 class PairedTest(Result):

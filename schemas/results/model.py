@@ -192,10 +192,16 @@ class MergeFigures(Result):
     answers: list[GreedyAnswer] = Field(default_factory=list)
     """To the first prompts. A published model must give the same (grpo_tasks/tracking/proof.py)."""
 
+    def saved_as(self) -> str:
+        """The precision, and what it keeps."""
+        return f"{self.dtype} ({self._learned()})"
+
     def choice(self) -> str:
         """The precision, what it keeps, and why no shorter one was taken."""
-        learned = f"keeps {percent(self.kept)} of what training changed" if self.base_kl > 0 else "training changed nothing"
-        return "; ".join([f"{self.dtype}: {learned}", *(f"not {one.dtype}: {one.reason}" for one in self.refused)])
+        return "; ".join([f"{self.dtype}: {self._learned()}", *(f"not {one.dtype}: {one.reason}" for one in self.refused)])
+
+    def _learned(self) -> str:
+        return f"keeps {percent(self.kept)} of what training changed" if self.base_kl > 0 else "training changed nothing"
 
 
 class MergeProof(StepResult, MergeFigures):

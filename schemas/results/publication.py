@@ -168,6 +168,9 @@ class PipelineResult(Result):
 
     publication: Publication
     evaluations: list[EvalReport]
+    """As in `Trained`."""
+    merged_as: str
+    """How the merged model was saved."""
     report: Path
 
     def headline(self) -> str:

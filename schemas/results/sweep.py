@@ -1,4 +1,4 @@
-"""Results of a sweep: what its runs tell each other while they train, how each of them ended, and which one is best."""
+"""Results of a sweep: what its runs tell each other while they train, how each of them ended, and which one is best, if any."""
 
 from pathlib import Path
 from typing import Literal
@@ -99,22 +99,47 @@ class SweepResult(Result):
     computed: int = 0
     """Runs that this command started."""
     publish: str = ""
-    """The command that trains nothing again and offers the best run for promotion."""
+    """The command that trains nothing again and offers the highest run for promotion."""
 
     def count(self, state: str) -> int:
         """How many runs ended this way."""
         return sum(line.end is not None and line.end.state == state for line in self.lines)
 
     @property
-    def best(self) -> SweepLine | None:
+    def highest(self) -> SweepLine | None:
         """The finished run with the highest deciding figure; of several, the first."""
-        finished = [(line, line.end) for line in self.lines if line.end is not None and line.end.state == "finished"]
-        ranked = [(end.figures[end.metric].value, -line.number, line) for line, end in finished]
+        ranked = [(found.value, -line.number, line) for line, found in self._decided()]
         return max(ranked, default=(0.0, 0, None))[2]
 
+    def verdicts(self) -> dict[int, str]:
+        """By number: `best` for the highest run, or `tie` for it and for those whose intervals reach into its own."""
+        if (highest := self.highest) is None or highest.end is None:
+            return {}
+        low = highest.end.figures[highest.end.metric].low
+        level = [line for line, found in self._decided() if found.high >= low]
+        others = [line for line in level if line.number != highest.number]
+        # Another seed of the same settings is the same choice, unless seeds are all that differs.
+        if any(line.settings != highest.settings or not line.settings for line in others):
+            return {line.number: "tie" for line in level}
+        return {highest.number: "best"}
+
+    @property
+    def ties(self) -> bool:
+        """Whether no run is the best one."""
+        return "tie" in self.verdicts().values()
+
     def headline(self) -> str:
-        """The best run and how many did not finish: `best: learning_rate 1e-5, accuracy 78.0 %; 3 of 8 pruned`."""
-        best = self.best
-        first = f"best: {best.label}, {best.end.headline()}" if best is not None and best.end is not None else "no run finished"
+        """The verdict and how many did not finish: `best: learning_rate 1e-5, accuracy 78.0 %; 3 of 8 pruned`."""
+        highest, tied = self.highest, list(self.verdicts().values()).count("tie")
+        first = f"{highest.label}, {highest.end.headline()}" if highest is not None and highest.end is not None else ""
+        if tied:
+            first = f"tie: {tied} runs do not differ beyond their intervals; the highest is {first}"
+        elif first:
+            first = f"best: {first}"
         counts = [f"{self.count(state)} of {len(self.lines)} {state}" for state in ("pruned", "failed") if self.count(state)]
-        return "; ".join([first, *(counts or [f"{len(self.lines)} runs"])])
+        return "; ".join([first or "no run finished", *(counts or [f"{len(self.lines)} runs"])])
+
+    def _decided(self) -> list[tuple[SweepLine, Interval]]:
+        """The finished runs with their deciding figure."""
+        ends = [(line, line.end) for line in self.lines if line.end is not None and line.end.state == "finished"]
+        return [(line, end.figures[end.metric]) for line, end in ends]

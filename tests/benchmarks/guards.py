@@ -30,7 +30,7 @@ SEEDS = range(1, 6)
 SINCE = 60
 DEAD = {"reward_std": 0.0, "frac_reward_zero_std": 1.0, "rewards/correctness/success": 0.0}
 PLANTED: dict[str, dict[str, float]] = {
-    "kl_blow_up": {"kl": 0.8},
+    "kl_blow_up": {"kl": 0.8, "frac_reward_zero_std": 0.2},
     "reward_std_collapse": DEAD,
     "dead_groups": DEAD,
     "truncation": {"completions/clipped_ratio": 0.7},
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _fired(journal: Journal) -> list[tuple[str, int]]:
-    guards = Guards(GuardsConfig())
+    guards = Guards(GuardsConfig(), skips_dead=True)
     return [(firing.event, step) for step in sorted(journal.steps) for firing in guards.check(journal, step)]
 
 

@@ -8,6 +8,7 @@ import sys
 import polars as pl
 import pytest
 
+from grpo_tasks.stage.guards import GUARDS
 from schemas.config.load import load_config
 from tests.flows.place import BIN
 
@@ -39,6 +40,16 @@ def test_the_demo_learns_format_and_arithmetic(demo):
     [report] = place.root.glob("runs/grpo-demo/evaluate_model/merged-*/samples.parquet")
     samples = pl.read_parquet(report)
     assert samples.filter(pl.col("sample") >= 0)["prompt_id"].n_unique() >= 256
+
+
+def test_the_demo_raises_no_alarm(demo):
+    place, output = demo
+    alarms = {guard.event for guard in GUARDS} | {"not_finite", "rolled_back"}
+    reported = place.root.glob("runs/grpo-demo/train_stage/*/events.jsonl")
+    events = [json.loads(line) for path in reported for line in path.read_text().splitlines()]
+    assert [event for event in events if event["event"] in alarms] == []
+    assert not [name for name in alarms if f"{name}: " in output]
+    assert "same policy: with its adapter, and merged in bfloat16 (keeps" in output
 
 
 def test_every_field_of_the_config_is_a_parameter(demo):

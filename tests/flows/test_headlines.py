@@ -26,7 +26,7 @@ def published(tmp_path, *, champion, tests, **found):
     merged = EvalReport(**step, **numbers, label="merged", model=ModelRef(path="m"))
     names = {"run_id": "r", "model_name": "small", "model_version": "7", "reason": "better than the base"}
     publication = Publication(**step, **names, champion=champion, tests=tests, **found)
-    return PipelineResult(publication=publication, evaluations=[merged], report=tmp_path / "report.html")
+    return PipelineResult(publication=publication, evaluations=[merged], merged_as="float16", report=tmp_path / "report.html")
 
 
 def paired(against, difference):

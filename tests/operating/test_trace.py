@@ -7,7 +7,7 @@ import pytest
 
 from flows.cli.inspection import show_trace
 from flows.cli.show import out
-from grpo_tasks.operating.trace import trace_row
+from grpo_tasks.operating.trace import read_completions, trace_row
 from schemas.errors import DamagedError, UserError
 
 PROMPT_ID = "0123456789abcdef"
@@ -114,3 +114,22 @@ def test_a_row_shows_its_pass_rates_and_which_stage_leaves_it_out(run):
     assert found.pass_rates["start"].select("stage", "pass_rate").rows() == [("format", 0.5), ("answers", 0.0)]
     assert found.pass_rates["answers"].height == 1
     assert found.left_out == {"answers": "never_solved"}
+
+
+def test_completions_that_were_not_recorded_are_named_with_a_fix(run):
+    folder = run / "train_stage/format-key/completions"
+    folder.mkdir()
+    with pytest.raises(UserError, match="has recorded no completions yet") as refused:
+        read_completions(run)
+    assert "grpo run CONFIG continues a stage that has ended before it" in refused.value.fix
+    completions = ["4", "5", "4", "4"]
+    rows = {"prompt_id": ["a", "a", "a", "b"], "completion": completions, "prompt": "2 + 2?", "answer": "4", "reward": 1.0}
+    for step in (1, 20):
+        pl.DataFrame(rows).write_parquet(folder / f"step-{step:06d}.parquet")
+    found = read_completions(run)
+    assert (found.step, found.steps) == (20, [1, 20])
+    assert found.table.select("prompt_id", "completion", "count").rows() == [("a", "4", 2), ("a", "5", 1), ("b", "4", 1)]
+    assert found.table["prompt"].to_list() == ["2 + 2?"] * 3
+    with pytest.raises(UserError, match="the completions of update 7 were not recorded") as refused:
+        read_completions(run, step=7)
+    assert refused.value.fix.startswith("--step 1 or 20")

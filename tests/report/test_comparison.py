@@ -7,7 +7,6 @@ import pytest
 from jinja2 import UndefinedError
 
 from flows.cli.models import show_comparison
-from flows.cli.show import out
 from grpo_tasks.report import _render, compare_runs, write_comparison
 from grpo_tasks.tracking.past_runs import PastRun
 from schemas.metrics import KL, REWARD
@@ -107,14 +106,32 @@ def test_without_ground_truth_the_largest_reward_differences_are_shown(tmp_path)
     assert "right" not in page.partition("Prompts on which the models disagree")[2].replace("bright", "")
 
 
-def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys, monkeypatch):
-    monkeypatch.setattr(out, "width", 200)
+def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys):
     scores = FIRST.samples.with_columns(reward=pl.lit(1.5))
     show_comparison(compare_runs(replace(FIRST, samples=scores), replace(SECOND, samples=scores)))
-    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    lines = {line.split("\t")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "1.500" in lines["reward"]
     assert "%" not in lines["reward"]
     assert "50.0 %" in lines["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"model.merged_dtype": "bfloat16"}, True),
+        ({"model.merged_dtype": "bfloat16", "resources.num_threads": "1"}, True),
+        ({"model.merged_dtype": "bfloat16", "seed": "1"}, False),
+        ({"seed": "1"}, False),
+    ],
+    ids=str,
+)
+def test_runs_that_differ_by_rounding_alone_say_so(capsys, changed, same):
+    settings = {"model.merged_dtype": "float32", "resources.num_threads": "2", "seed": "0"}
+    found = compare_runs(replace(FIRST, settings=settings), replace(SECOND, settings=settings | changed))
+    show_comparison(found)
+    assert ("they differ by rounding alone" in capsys.readouterr().out) == same
+    other = replace(found, second=replace(found.second, data_digest="e" * 64))
+    assert "rounding" not in other.section("first", "second").text
 
 
 @pytest.mark.slow

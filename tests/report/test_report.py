@@ -1,6 +1,7 @@
 """The report of a run shows what its results say, and is safe to open whatever a model wrote."""
 
 import json
+import re
 from dataclasses import replace
 
 import polars as pl
@@ -26,7 +27,9 @@ from tests.tracking.conftest import (  # noqa: F401 - fixtures
 )
 from tests.web_pages import assert_self_contained
 
-HOSTILE = "<script>alert('x')</script>"
+HOSTILE = "5 % of <script>alert('x')</script>"
+NBSP = "\N{NO-BREAK SPACE}"
+SAVED = f"float16 (keeps 98.7{NBSP}% of what training changed)"
 BEFORE = {"a": False, "b": True, "c": False, "d": True}
 """Whether the base model answers each prompt right."""
 AFTER = {"a": True, "b": False, "c": False, "d": True}
@@ -65,6 +68,7 @@ def results(make_config, make_stage, make_evaluation, make_merge, data_report, l
         lab=lab_report,
         evaluations=[
             write_samples(make_evaluation("base", 0.5, key="1" * 16), BEFORE),
+            write_samples(make_evaluation("format", 0.85, key="3" * 16), AFTER),
             write_samples(make_evaluation("merged", 0.9, key="2" * 16), AFTER),
         ],
         stages=[make_stage(config)],
@@ -100,11 +104,15 @@ def test_the_page_shows_the_decision_and_untrusted_text_as_text(results, stage_d
     for shown in (
         *decision,
         "train.jsonl:41",
-        "90.0 % (85.0 % to 95.0 %)",
+        f"90.0{NBSP}%\n(85.0 to 95.0)",
+        f"The rows format and merged are the same policy: with its adapter, and merged in {SAVED}",
         '<td>format</td><td class="n">12</td><td>KL 3.2 is above 0.5</td>',
     ):
         assert shown in text
     assert "no run that trained on the same data by rejection sampling" in text
+    verbatim = re.findall(r"<(?:pre|code)>.*?</(?:pre|code)>", text, re.DOTALL)
+    assert any("5 % of" in one for one in verbatim), "a system prompt stays as it was written"
+    assert not re.search(r"\d %", re.sub(r"(?s)<(pre|code)>.*?</\1>", "", text))
 
 
 def test_answers_are_sorted_by_what_training_changed_with_their_question(results):
@@ -132,7 +140,8 @@ def test_without_ground_truths_answers_are_shown_by_their_change_in_reward(resul
 def test_costs_add_up_and_what_was_not_measured_is_not_zero(results, stage_dir):
     *steps, total = costs_of(results)
     assert [cost.step for cost in steps] == [
-        "validate_data", "probe_rewards", "evaluate_model base", "evaluate_model merged", "train_stage format", "merge_adapter",
+        "validate_data", "probe_rewards", "evaluate_model base", "evaluate_model format", "evaluate_model merged",
+        "train_stage format", "merge_adapter",
     ]  # fmt: skip
     assert total.seconds == sum(cost.seconds for cost in steps)
     assert (total.tokens, total.gpu_hours, total.energy_wh) == (None, None, None)
@@ -147,8 +156,9 @@ def test_costs_add_up_and_what_was_not_measured_is_not_zero(results, stage_dir):
 def test_the_summary_has_a_row_per_model_and_per_step(results):
     text = markdown(replace(results, sections={"count_words": "7 words"}))
     assert text.startswith("# t-")
-    assert "| base | 50.0 % | 50.0 % | 50.0 % | 50.0 % |" in text
-    assert "| merged | 90.0 % |" in text
+    assert "| base | 50.0 % (45.0 to 55.0) | 50.0 % (45.0 to 55.0) |" in text
+    assert "| merged | 90.0 % (85.0 to 95.0) |" in text
+    assert f"merged in {SAVED.replace(NBSP, ' ')}. They differ by rounding alone" in text
     assert "| train_stage format | 10.0 |  | no GPU | not measured |" in text
     assert "17 rows read, 1 rejected.\n\ncount_words: 7 words\n\n| step |" in text
 
@@ -207,5 +217,6 @@ def test_the_newest_rejection_run_on_the_data_is_the_baseline(
     assert accuracy.difference == pytest.approx(accuracy.second - accuracy.first)
     assert against_rejection(config, run.run_id, "other data") is None
     page = write_html(replace(results, baseline=found), tmp_path).read_text()
-    assert "the cheap baseline. Both merged models on their" in page
+    assert "the cheap baseline. The baseline took 400 tokens" in page
+    assert "Both merged models on their" in page
     assert '<th class="n">rejection sampling</th><th class="n">this run</th>' in page

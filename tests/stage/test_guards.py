@@ -173,10 +173,10 @@ def test_thresholds_are_parameters_and_fields_of_their_own(capsys, monkeypatch):
     assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats per token", capsys.readouterr().out)
 
 
-def firings(metrics_of, *, steps=120, since=0, **guards):
+def firings(metrics_of, *, steps=120, since=0, skips_dead=False, **guards):
     """(event, update) of every firing on a journal without noise."""
     journal = Journal(Path("unwritten.jsonl"), writes=False)
-    checked = Guards(GuardsConfig(**guards), since=since)
+    checked = Guards(GuardsConfig(**guards), since=since, skips_dead=skips_dead)
     found = []
     for step in range(1, steps + 1):
         journal.append(step, metrics_of(step))
@@ -292,6 +292,14 @@ def test_guards_accept_metrics_that_are_missing_for_a_while(missing, event):
         return {name: value for name, value in faulty.items() if name not in missing[(step - 1) // 12]}
 
     assert {found for found, _ in firings(metrics, steps=12 * len(missing))} <= {event, "flat_reward"}
+
+
+@pytest.mark.parametrize(("kl", "dead", "fires"), [(0.784, 0.875, False), (0.784, 0.3, True), (4.1, 0.875, True)])
+def test_skipped_dead_groups_count_in_the_kl_as_zero(kl, dead, fires):
+    # The first pair is a stage of the demo that has learnt its format: over all completions its exact KL is 0.19.
+    measured = HEALTHY | {"kl": kl, "frac_reward_zero_std": dead, "rewards/correctness/success": 0.95}
+    assert bool(firings(lambda _: measured, steps=20, skips_dead=True)) == fires
+    assert firings(lambda _: measured, steps=20) == [("kl_blow_up", 10)], "a stage that computes all groups measures all"
 
 
 def test_a_single_outlier_is_no_blow_up():

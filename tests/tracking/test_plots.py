@@ -1,5 +1,7 @@
 """Plots are drawn from journals and show the journal's values."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -40,6 +42,45 @@ def test_the_overview_is_drawn_and_the_same_journals_give_the_same_bytes(journal
     first, second = (plots.plot_overview(journals, tmp_path / name / "overview.png") for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     assert imread(first).shape[1] > 1_200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [[5, 6, 40, 200, 10], [100, 150], [1, 1, 1], [300_000, 20, 300_000]], ids=str)
+def test_no_label_of_a_figure_covers_another_one_or_a_curve(tmp_path, monkeypatch, updates):
+    figures, names = (
+        [],
+        ("format", "imitation-of-demonstrations", "arithmetic-with-carry", "correctness", "last-polish-with-length"),
+    )
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure) or path)
+    stages = list(zip(names, updates, strict=False))
+    for name, last in stages:
+        write_journal(tmp_path / f"{name}.jsonl", range(max(1, last - 20), last + 1))
+    plots.plot_overview([(name, tmp_path / f"{name}.jsonl") for name, _ in stages], tmp_path / "overview.png")
+    [figure] = figures
+    figure.draw_without_rendering()
+    boxes = [(text.get_text(), text.get_window_extent()) for axes in figure.axes for text in written(axes) if text.get_text()]
+    assert {name for name, _ in stages} <= {text for text, _ in boxes}
+    assert [(one, other) for (one, box), (other, its) in combinations(boxes, 2) if overlap(box, its)] == []
+    for axes in figure.axes:
+        lowest = min(text.get_window_extent().y0 for text in axes.texts)
+        assert all(line.get_window_extent().y1 <= lowest for line in axes.lines if len(line.get_xdata()) > 2)
+
+
+def written(axes):
+    """All texts of a panel. Ticks beyond the limits of an axis are not drawn."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        yield from (tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high)
+        yield axis.get_offset_text()
+        yield axis.get_label()
+    yield from axes.texts
+    # The panels' titles stand on the left.
+    yield axes._left_title
+    yield from axes.get_legend().get_texts() if axes.get_legend() else []
+
+
+def overlap(one, other):
+    return min(one.x1, other.x1) - max(one.x0, other.x0) > 0.5 and min(one.y1, other.y1) - max(one.y0, other.y0) > 0.5
 
 
 def test_an_empty_or_missing_journal_gives_an_empty_overview(tmp_path):

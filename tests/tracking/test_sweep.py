@@ -9,9 +9,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from flows.sweeps.command import show_sweep
 from grpo_tasks.tracking.past_runs import recent_runs
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
-from grpo_tasks.tracking.sweep import ENDED, SweepRun, compare_link
+from grpo_tasks.tracking.sweep import ENDED, VERDICT, SweepRun, cells, compare_link
 from grpo_tasks.tracking.texts import NOTE
 from schemas.config.grid import make_grid
 from schemas.errors import PrunedError
@@ -38,7 +39,7 @@ def ended(grid, sweep, accuracies):
         with open_run(variant.config, key=f"k{variant.number}", name=variant.label, parent_run_id=sweep.handle.run_id) as run:
             pass
         known = {"key": "k", "seconds": 60.0, "run_id": run.run_id}
-        figures = {"accuracy": Interval(value=accuracy or 0, low=0.1, high=0.9)} if accuracy is not None else {}
+        figures = {} if accuracy is None else {"accuracy": Interval(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)}
         state = {"state": "pruned", "reason": "stage format: 0.1 is below 0.5"} if accuracy is None else {"state": "finished"}
         end = VariantEnd(**known, **state, metric="accuracy" if figures else "", figures=figures)
         lines.append(
@@ -68,14 +69,60 @@ def test_the_parent_has_the_best_run_table_and_link(grid, client, tmp_path):
     table = Path(client.download_artifacts(parent.info.run_id, "sweep/runs.csv", str(tmp_path))).read_text()
     rows = list(csv.DictReader(table.splitlines()))
     assert [(row["stages.0.learning_rate"], row["seed"], row["accuracy"], row["accuracy low"]) for row in rows] == [
-        ("1e-3", "42", "0.5", "0.1"), ("1e-5", "42", "", ""), ("1e-3", "43", "0.75", "0.1"), ("1e-5", "43", "0.25", "0.1"),
+        ("1e-3", "42", "0.5", "0.4"), ("1e-5", "42", "", ""), ("1e-3", "43", "0.75", "0.65"), ("1e-5", "43", "0.25", "0.15"),
     ]  # fmt: skip
     report = Path(client.download_artifacts(parent.info.run_id, "sweep/runs.md", str(tmp_path))).read_text()
+    assert "| 3 | `1e-3` | 43 | **best** | 75.0 % (65.0 to 85.0) |" in report
     assert "| `1e-3` | 2 of 2 | 62.5 % |" in report, "the mean over the seeds"
     assert "| `1e-5` | 1 of 2 | 25.0 % |" in report
     children = [client.get_run(line.end.run_id).data.tags for line in result.lines]
     assert {tags[PARENT_TAG] for tags in children} == {parent.info.run_id}
     assert [tags[ENDED].split(":")[0] for tags in children] == ["finished", "pruned", "finished", "finished"]
+    assert [tags.get(VERDICT, "") for tags in children] == ["", "", "best", ""]
+
+
+@pytest.mark.slow
+def test_runs_within_each_others_intervals_are_a_tie_everywhere(grid, client, capsys, tmp_path):
+    sweep = SweepRun(grid, key="s", flow={})
+    result = ended(grid, sweep, [0.5, 0.65, None, 0.25])
+    sweep.show(result)
+    parent = client.get_run(sweep.handle.run_id).data
+    said = "tie: 2 runs do not differ beyond their intervals; the highest is learning_rate 1e-5, seed 42, accuracy 65.0 %"
+    assert parent.tags[VERDICT] == result.headline() == f"{said}; 1 of 4 pruned"
+    assert f"**{said}" in parent.tags[NOTE]
+    assert "Highest of the tie: [learning_rate 1e-5, seed 42]" in parent.tags[NOTE]
+    assert "best" not in parent.tags[NOTE].lower()
+    assert parent.metrics["accuracy"] == 0.65
+    assert [row["verdict"] for row in cells(result)] == ["tie", "tie", "", ""], "Prefect's table"
+    folder = Path(client.download_artifacts(sweep.handle.run_id, "sweep", str(tmp_path)))
+    assert [row["verdict"] for row in csv.DictReader((folder / "runs.csv").read_text().splitlines())] == ["tie", "tie", "", ""]
+    assert (folder / "runs.md").read_text().count("**tie**") == 2
+    children = [client.get_run(line.end.run_id).data.tags for line in result.lines]
+    assert [tags.get(VERDICT, "") for tags in children] == ["tie", "tie", "", ""]
+    show_sweep(result)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "publish the highest of the tie: grpo run" in printed
+    # A later run is better than both.
+    sweep.show(ended(grid, sweep, [0.5, 0.65, 0.95, 0.25]))
+    assert client.get_run(sweep.handle.run_id).data.tags[VERDICT].startswith("best: learning_rate 1e-3, seed 43")
+
+
+def test_seeds_of_the_same_settings_do_not_tie_with_each_other():
+    def verdicts(accuracies, settings):
+        lines = []
+        for number, (accuracy, given) in enumerate(zip(accuracies, settings, strict=True), start=1):
+            figures = {"accuracy": Interval(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)}
+            end = VariantEnd(key="k", state="finished", seconds=1.0, metric="accuracy", figures=figures)
+            lines.append(SweepLine(number=number, label=str(number), settings=given, seed=number, end=end))
+        return SweepResult(lines=lines, run_id="r", experiment_id="1", tracking_uri="").verdicts()
+
+    high, low = {"rate": "1e-3"}, {"rate": "1e-5"}
+    assert verdicts([0.8, 0.85, 0.3], [high, high, low]) == {2: "best"}
+    assert verdicts([0.8, 0.85, 0.7], [high, high, low]) == {1: "tie", 2: "tie", 3: "tie"}
+    assert verdicts([0.8, 0.85, 0.6], [{}, {}, {}]) == {1: "tie", 2: "tie"}
+    assert verdicts([0.8], [high]) == {1: "best"}
+    assert verdicts([], []) == {}
 
 
 @pytest.mark.slow
@@ -130,8 +177,8 @@ def test_the_description_of_a_large_sweep_fits_mlflow_and_names_the_table(grid, 
         lines = [result.lines[number % 4] for number in range(runs)]
         sweep.show(result.model_copy(update={"lines": lines}))
         note = client.get_run(sweep.handle.run_id).data.tags[NOTE]
-        assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %")
-        assert "To offer the best one" in note
+        assert "learning_rate 1e-3, seed 43, accuracy 75.0 %" in note.partition("\n")[0]
+        assert "To offer the highest one" in note
         assert ("sweep/runs.md" in note) == (runs > 30)
         assert ("compare-runs" in note) == (runs < 1_000)
 
