@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step, report_errors
+from flows.cli.environment import checked_config, named_config, prepare_environment, prepare_flow, prepare_step, report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out, print_table, say, show_sections, table_of
 from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
+from schemas.errors import ConfigError
 from schemas.metrics import HEADLINES, REWARD, figure_text
 from schemas.results.evaluation import EvalReport
 
@@ -30,17 +31,27 @@ def run(
         bool, typer.Option("--no-champion", help="Decide by the base alone: the champion cannot be compared with any more.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: try this machine for a few seconds, and estimate the run.")
+    ] = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with report_errors() as command:
         alone = ["promotion.against_champion=false"] if no_champion else []
         settings = checked_config(named_config(config), [*(override or []), *alone])
-        command.folder = settings.resources.output_dir / settings.name
+        if measure and not dry_run:
+            raise ConfigError("a run estimates itself when it starts", place="--measure", fix="add --dry-run, or leave it out")
         if dry_run:
             from flows.preflight import check_structure
 
             show_plan(settings, check_structure(settings, hub=False))
+            if measure:
+                prepare_environment()
+                from flows.estimate import estimate_of
+
+                show_sections(estimate_of(settings, fresh=fresh).sections())
             return
+        command.folder = settings.resources.output_dir / settings.name
         _begin(settings, "starting Prefect and MLflow")
         prepare_flow()
         from flows.pipeline import grpo_pipeline

@@ -133,13 +133,8 @@ class Step(Generic[Inputs, Made]):
 
     def __call__(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
         """The result of the step in a run, from its folder if it is finished there; recorded."""
-        name, inputs = self.body.__name__, self._inputs(*args, **kwargs)
-        require_unchanged(inputs)
-        key = self._key(inputs, run.resources)
-        # The stage or the model, for a step that runs more than once in a pipeline.
-        suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
-        label = f"{name}-{suffix}" if suffix else name
-        work = Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
+        inputs = self._inputs(*args, **kwargs)
+        label, work = self._work(run, inputs)
         run_step = _run_as_task if in_flow() else _run_here
         try:
             outcome = run_step(functools.partial(self._skip_or_run, work, inputs), self.body, label, self.retries)
@@ -149,6 +144,12 @@ class Step(Generic[Inputs, Made]):
         run_logger().info("%s (%s)", outcome.message(label), work.directory)
         run.record(outcome.result)
         return outcome.result
+
+    def left(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> "Left[Made]":
+        """What an earlier run has left of the step, without running anything."""
+        label, work = self._work(run, self._inputs(*args, **kwargs))
+        skips = self.cached and not run.fresh
+        return Left(label, work.directory, cast(Made | None, finished_result(self._makes, work.directory) if skips else None))
 
     def key(self, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> str:
         """Content key of the step for these inputs; raises `DamagedError` when a file is not what an earlier step wrote."""
@@ -170,6 +171,20 @@ class Step(Generic[Inputs, Made]):
         inputs.pop(next(iter(inputs)))
         return inputs | ({"config": view(inputs["config"], self.reads)} if self.reads else {})
 
+    def _work(self, run: Run, inputs: dict[str, Any]) -> tuple[str, Work]:
+        """Label, key and folder of the step in a run."""
+        require_unchanged(inputs)
+        name, key = self.body.__name__, self._key(inputs, run.resources)
+        # The stage or the model, for a step that runs more than once in a pipeline.
+        suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
+        label = f"{name}-{suffix}" if suffix else name
+        return label, Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
+
+    @property
+    def _makes(self) -> type[StepResult]:
+        made: type[StepResult] = inspect.signature(self.body, eval_str=True).return_annotation
+        return made
+
     def _key(self, inputs: dict[str, Any], resources: ResourcesConfig) -> str:
         # What a device computes depends on the way in which it does.
         ways = resources.ways if self.device else {}
@@ -182,8 +197,7 @@ class Step(Generic[Inputs, Made]):
         # Of two runs that need the same step, the second waits and finds it finished.
         with locked(lock, f"runs the same step {name} ({folder})", who="another run"):
             if self.cached and not work.run.fresh:
-                result_type = inspect.signature(self.body, eval_str=True).return_annotation
-                finished = finished_result(result_type, work.directory)
+                finished = finished_result(self._makes, work.directory)
                 if finished is not None:
                     return _Outcome(cast(Made, finished), skipped=True)
             clear(work.directory, resumable=self.resumable and not work.run.fresh)
@@ -220,6 +234,16 @@ class Step(Generic[Inputs, Made]):
         except DamagedError:
             clear(work.directory, resumable=False)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class Left(Generic[Made]):
+    """What is there of a step."""
+
+    label: str
+    directory: Path
+    result: Made | None
+    """None where it has to run, or to continue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,215 @@
+"""`python -m grpo_tasks.grpo.speed DIRECTORY`: a trial of a few seconds that finds how fast this machine samples and trains.
+
+It loads the model of DIRECTORY/spec.json (a StageSpec) as a stage would, samples a few completions with the stage's engine, and
+makes a few updates with its learner: same layout, adapter, precision, group size and prompts, in batches that grow towards those
+of the stage while time allows. Two linear fits turn the durations into the rates of result.json (schemas/results/speed.py):
+
+    sampling = prompt_s x prompt tokens + decode_s x steps + row_s x rows of all steps        update = update_s + train_s x tokens
+
+Nothing of it reaches the run: a process of its own, which the run starts before its steps and outlives.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from scipy.optimize import nnls
+
+from grpo_tasks.content.tokenizer import prompt_ids
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.demonstrations import read_demonstrations
+from grpo_tasks.grpo.learner import Learner
+from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import Rollout
+from grpo_tasks.policy import change
+from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.processes.child import RESULT, SPEC, run_child
+from grpo_tasks.rollout.engine import Completion, Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.prompts import PromptRow
+from schemas.results.speed import Speed
+
+PART_S = 2.0
+"""Time for each of the three parts: batches of completions, completions of full length, updates. A call that would exceed it is
+left out, so the trial of a slow machine takes a few times as long as its first calls."""
+FEW_TOKENS = 8
+"""Length of the completions that only measure a batch."""
+MOST_PROMPTS = 64
+"""Rows of the data that the trial knows."""
+GENERATED = (4, 2, 8)
+"""Prompts for transformers' generate, and the lengths of two calls."""
+
+
+@dataclass
+class Trial:
+    """What a trial works with, and what it has found."""
+
+    spec: StageSpec
+    clock: Callable[[], float] = time.perf_counter
+    sampled: list[tuple[float, ...]] = field(default_factory=list)
+    """Of each call: prompt tokens, steps, rows of all steps, seconds."""
+    updated: list[tuple[float, ...]] = field(default_factory=list)
+    """Of each update: 1, tokens, seconds."""
+    longest: list[Completion] = field(default_factory=list)
+    """The completions that were given most time."""
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.rows = sorted(read_prompts(spec.train), key=lambda row: row.prompt_id)[:MOST_PROMPTS]
+        self.ranks = Ranks.of(spec, pick_device(spec.resources))
+        self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
+        self.prompts = [prompt_ids(self.tokenizer, row.messages) for row in self.rows]
+        device = self.ranks.accelerator.device
+        self.model = trainable_policy(spec.start, spec.model, device=device, seed=spec.seed, token_seed=spec.seed)
+        self.learner = Learner(Policies(self.model, spec, self.ranks), spec.stage, self.ranks, updates=1)
+        self.engine = LocalEngine.of(self.model, self.tokenizer, spec.resources)
+        # The first call finds the way of decoding that fits the model.
+        self.sample(1, 1, 1)
+        self.sampled.clear()
+
+    def sample(self, prompts: int, each: int, tokens: int) -> float:
+        """Sample `each` completions of so many prompts; returns the seconds."""
+        # A trial may want more prompts than there are rows: the requests of a prompt are neighbours all the same.
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(prompts)]
+        requests = [Request(ids, 1_000 * index + own) for index, ids in enumerate(chosen) for own in range(each)]
+        sampling = replace(Sampling.of(self.spec.rollout), max_completion_length=tokens)
+        began = self.clock()
+        done = self.engine.generate(requests, sampling)
+        seconds, lengths = self.clock() - began, [len(one.token_ids) for one in done]
+        read = sum(map(len, chosen)) * (1 if self.spec.resources.share_prompts else each)
+        self.sampled.append((read, max(lengths), sum(lengths), seconds))
+        self.longest = done
+        return seconds
+
+    def sample_all(self) -> None:
+        """Batches that grow to those of a round, then completions that are as long as time allows."""
+        stage, rollout = self.spec.stage, self.spec.rollout
+        group = max(stage.group_size, min(8, rollout.max_batch_size))
+        most = max(1, min(stage.completions_per_update, rollout.max_batch_size) // group)
+        few, prompts, left = min(FEW_TOKENS, rollout.max_completion_length), 1, PART_S
+        while True:
+            left -= 2 * self.sample(prompts, group, few)
+            if prompts == most or left < 0:
+                break
+            prompts = min(most, 2 * prompts)
+        # The most completions that may all have full length, of as many prompts as possible; else shorter ones of one prompt.
+        whole = rollout.max_completion_length
+        sizes = [(min(prompts, most), group, whole), (min(8, len(self.prompts)), 2, whole), (4, 2, whole)]
+        sizes += [(1, group, max(few, whole // divisor)) for divisor in (1, 2, 4, 8)]
+        fitting = (size for size in sizes if self._expected(*size) < PART_S)
+        self.sample(*next(fitting, sizes[-1]))
+
+    def _expected(self, prompts: int, each: int, tokens: int) -> float:
+        prompt_s, decode_s, row_s = fitted(self.sampled)
+        read = prompts * len(self.prompts[0])
+        return prompt_s * read + tokens * (decode_s + prompts * each * row_s)
+
+    def update_all(self) -> float:
+        """Updates that grow to one of the stage; returns the seconds per token of a pass that goes forwards only."""
+        stage = self.spec.stage
+        most, few = max(1, stage.completions_per_update // stage.group_size), FEW_TOKENS
+        self._update(1, few)  # finds the layout
+        self.updated.clear()
+        self._update(1, few)
+        groups, left, microbatches = 1, PART_S, list[Microbatch]()
+        while True:
+            microbatches = self._update(groups, self.spec.rollout.max_completion_length)
+            left -= 2 * self.updated[-1][-1]
+            if groups == most or left < 0:
+                break
+            groups = min(most, 2 * groups)
+        began = self.clock()
+        for each in microbatches:
+            self.learner.old_logps(each)
+        return (self.clock() - began) / self.updated[-1][1]
+
+    def _update(self, groups: int, tokens: int) -> list[Microbatch]:
+        stage, size = self.spec.stage, self.spec.stage.group_size
+        count = groups * size
+        given = [self.longest[index % len(self.longest)] for index in range(count)]
+        texts = [replace(one, token_ids=one.token_ids[:tokens], logprobs=one.logprobs[:tokens]) for one in given]
+        texts = [replace(one, policy_logprobs=None) for one in texts]
+        prompts = [self.prompts[index % len(self.prompts)] for index in range(groups)]
+        rollout = Rollout(self.rows[:1] * groups, prompts, texts, size, 0.0)
+        # Alternating: no group is dead.
+        values = torch.tensor([[1.0], [-1.0]]).repeat(count, 1)[:count]
+        gained = Advantages(values, torch.ones(groups), torch.zeros(groups, dtype=torch.bool))
+        limits = {"max_completion_length": self.spec.max_completion_tokens, "device": self.ranks.accelerator.device}
+        began = self.clock()
+        microbatches = make_microbatches(rollout, gained, range(count), stage, ranks=self.ranks, **limits)
+        self.learner.update(microbatches, None).means()
+        seconds = self.clock() - began
+        total = sum(map(len, prompts)) + sum(len(one.token_ids) for one in texts)
+        self.updated.append((1.0, total, seconds))
+        return microbatches
+
+    def generate_s(self) -> float:
+        """Seconds of a step of transformers' generate."""
+        count, few, more = GENERATED
+        durations = []
+        self.model.eval()
+        for tokens in (few, few, more):
+            began = self.clock()
+            change.complete(self.model, self.tokenizer, self.prompts[:count], tokens, greedy=True)
+            durations.append(self.clock() - began)
+        return max(0.0, durations[2] - durations[1]) / (more - few)
+
+
+def fitted(calls: Sequence[Sequence[float]]) -> list[float]:
+    """Non-negative rates whose sums come closest to the durations (the last column), each by the share that it is off."""
+    table = np.array(calls, dtype=float)
+    return [float(rate) for rate in nnls(table[:, :-1] / table[:, -1:], np.ones(len(table)))[0]]
+
+
+def demonstration_tokens(spec: StageSpec, trial: Trial) -> float:
+    """Mean length of the demonstrations of a stage of kind sft; 0 for any other kind."""
+    settings, rows = spec.stage.demonstrations, list[PromptRow](trial.rows)
+    if settings is None:
+        return 0.0
+    found = read_demonstrations(rows, settings, trial.tokenizer, max_tokens=spec.max_completion_tokens).tokens
+    return sum(len(one.token_ids) for one in found) / max(1, len(found))
+
+
+def measure(spec: StageSpec, *, clock: Callable[[], float] = time.perf_counter, began: float | None = None) -> Speed:
+    """The rates of a stage; `began` is when the clock says that its process started."""
+    start = clock()
+    began = start if began is None else began
+    trial = Trial(spec, clock)
+    load_s = clock() - began
+    trial.sample_all()
+    score_s = trial.update_all()
+    prompt_s, decode_s, row_s = fitted(trial.sampled)
+    update_s, train_s = fitted(trial.updated)
+    return Speed(
+        load_s=load_s,
+        prompt_s=prompt_s,
+        decode_s=decode_s,
+        row_s=row_s,
+        update_s=update_s,
+        train_s=train_s,
+        score_s=score_s,
+        generate_s=trial.generate_s(),
+        lengths=[len(one.token_ids) for one in trial.longest],
+        ended=[one.finish_reason == "stop" for one in trial.longest],
+        demonstration_tokens=demonstration_tokens(spec, trial),
+        measured_s=clock() - began,
+    )
+
+
+def main(directory: Path) -> None:
+    """Measure, and write the rates."""
+    # Imports of this process count as loading: every step has them.
+    began = time.perf_counter() - (time.time() - psutil.Process().create_time())
+    measure(StageSpec.load(directory / SPEC), began=began).save(directory / RESULT)
+
+
+if __name__ == "__main__":
+    run_child(main)
