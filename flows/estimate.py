@@ -48,6 +48,9 @@ SHORT_S = 10.0
 
 def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> None:
     """Log what is left of a run and how long it will take, after a trial of a few seconds; show it in Prefect and MLflow."""
+    if run.pruning is not None:
+        # The runs of a sweep begin at different times, and share steps and the machine.
+        return
     config, log = run.config, run_logger()
     left = list(left_of(run, config, data, guards))
     if all(one.result is not None for one in left):
@@ -66,7 +69,7 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
             speed = measured(config, data)
     except UserError as error:
         # Whatever is wrong, the step that it concerns says it better.
-        log.warning("not estimated: %s", error.message)
+        log.warning("not estimated: %s", error.message.partition("\n")[0])
         return
     found = estimate(config, speed, rows, done=updates_done(left))
     log.info("estimate: %s", found.headline())
@@ -149,17 +152,20 @@ def rows_of(data: DataReport, guards: Sequence[GuardData]) -> Rows:
 
 def measured(config: RunConfig, data: DataReport) -> Speed:
     """Rates and lengths of completions by a trial in a child process, which leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as name:
+        trial_spec(config, data).save(Path(name) / SPEC)
+        run_module(MODULE, Path(name))
+        return Speed.load(Path(name) / RESULT)
+
+
+def trial_spec(config: RunConfig, data: DataReport) -> StageSpec:
+    """The stage that the trial tries: the first one that samples."""
     stages = [stage for stage in config.stages if stage.kind != "sft"] or config.stages
     # Neither a second adapter for the KL, nor what takes minutes to begin with, nor a check of whose completions they are.
     change = {"beta": 0.0, "max_sampling_logp_difference": None, "importance_sampling_correction": "none"}
-    stage = stages[0].model_copy(update=change)
+    given = (config, stages[0].model_copy(update=change), base_model(config), data)
     resources = config.resources.model_copy(update={"compile": False})
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        given = {"key": "trial", "train": data.train, "resources": resources}
-        StageSpec.of(config, stage, base_model(config), data, **given).save(folder / SPEC)
-        run_module(MODULE, folder)
-        return Speed.load(folder / RESULT)
+    return StageSpec.of(*given, key="trial", train=data.train, resources=resources)
 
 
 def left_of(run: Any, config: RunConfig, data: DataReport, guards: Sequence[GuardData]) -> Iterator[Left[StepResult]]:

@@ -21,19 +21,23 @@ from scipy.optimize import nnls
 
 from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.advantages import Advantages, advantages
 from grpo_tasks.grpo.demonstrations import read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Rollout
+from grpo_tasks.grpo.rounds import Rollout, ScoredRollout, rewards_of
 from grpo_tasks.policy import change
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
-from grpo_tasks.processes.child import RESULT, SPEC, run_child
+from grpo_tasks.processes.child import LOG, RESULT, SPEC, run_child
+from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.rewards import JUDGE
+from schemas.errors import UserError
 from schemas.prompts import PromptRow
 from schemas.results.speed import Speed
 
@@ -44,7 +48,7 @@ FEW_TOKENS = 8
 """Length of the completions that only measure a batch."""
 MOST_PROMPTS = 64
 """Rows of the data that the trial knows."""
-GENERATED = (4, 2, 8)
+GENERATED = (2, 1, 5)
 """Prompts for transformers' generate, and the lengths of two calls."""
 
 
@@ -100,10 +104,10 @@ class Trial:
             if prompts == most or left < 0:
                 break
             prompts = min(most, 2 * prompts)
-        # The most completions that may all have full length, of as many prompts as possible; else shorter ones of one prompt.
+        # As many groups of full length as time allows; else a group of shorter completions.
         whole = rollout.max_completion_length
-        sizes = [(min(prompts, most), group, whole), (min(8, len(self.prompts)), 2, whole), (4, 2, whole)]
-        sizes += [(1, group, max(few, whole // divisor)) for divisor in (1, 2, 4, 8)]
+        sizes = [(count, group, whole) for count in (min(prompts, most), 4, 2, 1) if count <= most]
+        sizes += [(1, group, max(few, whole // divisor)) for divisor in (2, 4, 8)]
         fitting = (size for size in sizes if self._expected(*size) < PART_S)
         self.sample(*next(fitting, sizes[-1]))
 
@@ -118,10 +122,13 @@ class Trial:
         most, few = max(1, stage.completions_per_update // stage.group_size), FEW_TOKENS
         self._update(1, few)  # finds the layout
         self.updated.clear()
-        self._update(1, few)
-        groups, left, microbatches = 1, PART_S, list[Microbatch]()
-        while True:
-            microbatches = self._update(groups, self.spec.rollout.max_completion_length)
+        microbatches = self._update(1, few)
+        # As long as they were sampled, if a group of them fits into the time.
+        tokens, groups, left = max(len(one.token_ids) for one in self.longest), 1, PART_S
+        while tokens > few and self.updated[0][-1] * tokens / few > PART_S:
+            tokens //= 2
+        while tokens > few:
+            microbatches = self._update(groups, tokens)
             left -= 2 * self.updated[-1][-1]
             if groups == most or left < 0:
                 break
@@ -151,6 +158,38 @@ class Trial:
         self.updated.append((1.0, total, seconds))
         return microbatches
 
+    def score_all(self, log: Path | None) -> tuple[float | None, float]:
+        """Seconds in which the rewards of the stage score a completion, and the share of groups whose rewards differ.
+
+        None where nothing may be called: judges cost money, environments have not answered, and a fault is the lab's to tell.
+        """
+        spec, stage, group = self.spec, self.spec.stage, self.spec.stage.group_size
+        settings = [spec.rewards.resolve(name) for name in stage.rewards]
+        if not settings or any(one is None or one.function in (JUDGE, "environment") for one in settings):
+            return None, 1.0
+        count = len(self.longest)
+        rows = [self.rows[index // group % len(self.rows)] for index in range(count)]
+        texts, tokens = [one.text for one in self.longest], [one.token_ids for one in self.longest]
+        batch = batch_of(rows, texts, tokens, step=1)
+        suite = RewardSuite(spec.rewards, stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=log)
+        try:
+            with suite:
+                suite.score(batch)
+                began = self.clock()
+                scores = suite.score(batch)
+                seconds = self.clock() - began
+        except UserError:
+            return None, 1.0
+        # Completions that the trial stopped cannot tell what they would have earned.
+        whole = all(
+            one.finish_reason == "stop" or len(one.token_ids) == spec.rollout.max_completion_length for one in self.longest
+        )
+        if not whole or count % group or stage.kind != "grpo":
+            return seconds / count, 1.0
+        rollout = Rollout(self.rows[:1] * (count // group), [], self.longest, group, 0.0)
+        dead = advantages(rewards_of(ScoredRollout(rollout, scores, seconds)), stage).dead
+        return seconds / count, 1.0 - float(dead.float().mean())
+
     def generate_s(self) -> float:
         """Seconds of a step of transformers' generate."""
         count, few, more = GENERATED
@@ -178,14 +217,17 @@ def demonstration_tokens(spec: StageSpec, trial: Trial) -> float:
     return sum(len(one.token_ids) for one in found) / max(1, len(found))
 
 
-def measure(spec: StageSpec, *, clock: Callable[[], float] = time.perf_counter, began: float | None = None) -> Speed:
-    """The rates of a stage; `began` is when the clock says that its process started."""
+def measure(
+    spec: StageSpec, *, clock: Callable[[], float] = time.perf_counter, began: float | None = None, log: Path | None = None
+) -> Speed:
+    """The rates of a stage; `began` is when its process started, by the clock. `log` gets what reward functions print."""
     start = clock()
     began = start if began is None else began
     trial = Trial(spec, clock)
     load_s = clock() - began
     trial.sample_all()
     score_s = trial.update_all()
+    reward_s, live = trial.score_all(log)
     prompt_s, decode_s, row_s = fitted(trial.sampled)
     update_s, train_s = fitted(trial.updated)
     return Speed(
@@ -196,6 +238,8 @@ def measure(spec: StageSpec, *, clock: Callable[[], float] = time.perf_counter, 
         update_s=update_s,
         train_s=train_s,
         score_s=score_s,
+        reward_s=reward_s,
+        live=live,
         generate_s=trial.generate_s(),
         lengths=[len(one.token_ids) for one in trial.longest],
         ended=[one.finish_reason == "stop" for one in trial.longest],
@@ -208,7 +252,7 @@ def main(directory: Path) -> None:
     """Measure, and write the rates."""
     # Imports of this process count as loading: every step has them.
     began = time.perf_counter() - (time.time() - psutil.Process().create_time())
-    measure(StageSpec.load(directory / SPEC), began=began).save(directory / RESULT)
+    measure(StageSpec.load(directory / SPEC), began=began, log=directory / LOG).save(directory / RESULT)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     merge and proof         ->  models to load, steps of generate        -/
 
 How long completions are is known from those of the trial alone. Those that it stopped go on ending at the rate at which others
-ended. `at_most` takes all of them at full length. What is not counted: reward functions, judges and servers, and that a policy
-learns to write more or less.
+ended. `at_most` takes all of them at full length, and no group as dead. What nobody knows before is not counted: that a policy
+learns to write more or less, and which groups are dead then.
 """
 
 import math
@@ -117,14 +117,12 @@ class Lengths:
         """Share of completions that have a token at each place: an estimate by Kaplan and Meier (doi:10.2307/2281868)."""
         tokens, ended = np.array(self.tokens), np.array(self.ended)
         # A completion that ended is over behind its last token; one that was stopped says nothing about what follows.
-        hazards = np.zeros(limit)
-        later = ended.sum() / tokens.sum()
-        for place in range(1, limit):
-            seen = tokens >= place
-            ending = (seen & ended & (tokens == place)).sum()
-            # Beyond the last one: at the rate at which completions have ended so far.
-            hazards[place] = ending / seen.sum() if seen.any() else later
-        return np.cumprod(1.0 - hazards)
+        # Beyond all of them: at the rate at which completions have ended so far.
+        hazards = np.full(limit, ended.sum() / tokens.sum())
+        hazards[0] = 0.0
+        for place in range(1, min(limit, tokens.max() + 1)):
+            hazards[place] = (ended & (tokens == place)).sum() / (tokens >= place).sum()
+        return np.cumprod(1.0 - hazards, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -148,11 +146,12 @@ class Costs:
         return float(self._alive.sum())
 
     def sampling(self, prompts: int, each: int) -> float:
-        """`each` completions of so many prompts."""
+        """`each` completions of so many prompts, with their scores."""
         count, batch = prompts * each, self.config.rollout.max_batch_size
         full, rest = divmod(count, batch)
         read = prompts if self.config.resources.share_prompts else count
         seconds = self.speed.prompt_s * read * self.rows.prompt_tokens + self.speed.row_s * count * self.completion_tokens
+        seconds += (self.speed.reward_s or 0.0) * count
         return seconds + self.speed.decode_s * sum(self.steps(rows) for rows in [batch] * full + [rest])
 
     def steps(self, rows: int, limit: int | None = None) -> float:
@@ -171,20 +170,22 @@ class Costs:
 
     def stage(self, stage: StageConfig, *, done: int = 0) -> float:
         """A stage that has made `done` updates."""
-        updates = stage.num_updates(self.rows.train)
-        left = updates - done
-        if left <= 0:
+        updates, per_round = stage.num_updates(self.rows.train), stage.updates_per_rollout
+        if updates <= done:
             return 0.0
-        sampled = 0.0 if stage.kind == "sft" else self.sampling(stage.prompts_per_rollout, stage.num_generations)
-        seconds = left * (self.update(stage) + sampled / stage.updates_per_rollout)
+        # A stage that stopped in the middle of a round samples it again.
+        rounds = 0 if stage.kind == "sft" else math.ceil(updates / per_round) - done // per_round
+        seconds = (updates - done) * self.update(stage) + rounds * self.sampling(stage.prompts_per_rollout, stage.num_generations)
         if stage.eval_steps is not None:
             evaluations = math.ceil(updates / stage.eval_steps) - done // stage.eval_steps
             seconds += evaluations * self.sampling(min(stage.num_eval_prompts, self.rows.eval), 1)
         return self.speed.load_s + seconds
 
     def update(self, stage: StageConfig) -> float:
-        """One update, without sampling; no group is dead."""
+        """One update, without sampling."""
         tokens, passes = self.trained_tokens(stage), 0.0
+        if stage.kind == "grpo" and stage.skip_dead_groups and stage.entropy_coef == 0 and not self.full:
+            tokens *= self.speed.live
         if stage.kind == "grpo":
             passes += 1.0 if stage.has_kl_term else 1.0 / stage.kl_every_steps if stage.kl_every_steps else 0.0
             passes += (stage.updates_per_rollout > 1) + (stage.top_entropy_quantile < 1)
@@ -213,7 +214,8 @@ class Costs:
         return PUBLISHED_LOADS * self.speed.load_s + self._generated(ANSWERS)
 
     def _generated(self, rows: int) -> float:
-        return self.speed.generate_s * self.steps(rows, PROOF_TOKENS)
+        written = rows * float(self._alive[:PROOF_TOKENS].sum())
+        return self.speed.generate_s * self.steps(rows, PROOF_TOKENS) + self.speed.row_s * written
 
 
 def _steps(
@@ -254,8 +256,8 @@ def estimate(config: RunConfig, speed: Speed, rows: Rows, *, done: Mapping[str, 
     found = zip(_steps(config, speed, rows, done), _steps(config, speed, rows, done, full=True), strict=True)
     steps = [StepTime(label, seconds, max(seconds, most)) for (label, seconds), (_, most) in found]
     if sum(step.seconds for step in steps) <= LONG_S:
-        return Estimate(steps, not_counted=_not_counted(config))
-    return Estimate(steps, savings(config, speed, rows, done=done)[:NAMED], _not_counted(config))
+        return Estimate(steps, not_counted=_not_counted(config, speed))
+    return Estimate(steps, savings(config, speed, rows, done=done)[:NAMED], _not_counted(config, speed))
 
 
 def savings(config: RunConfig, speed: Speed, rows: Rows, *, done: Mapping[str, int] = NOTHING) -> list[Saving]:
@@ -284,11 +286,11 @@ def least_seconds(config: RunConfig, rows: Rows, model_bytes: int) -> float:
     return sum(seconds for _, seconds in _steps(config, speed, rows, NOTHING))
 
 
-def _not_counted(config: RunConfig) -> str:
-    used = sorted({name for stage in config.stages for name in stage.rewards} & config.rewards.functions.keys())
-    own = f"the reward functions {', '.join(used)}" if used else ""
+def _not_counted(config: RunConfig, speed: Speed) -> str:
+    names = ", ".join(sorted({name for stage in config.stages for name in stage.rewards}))
+    own = f"the reward functions {names}" if speed.reward_s is None and names else ""
     by_trl = ", ".join(stage.name for stage in config.stages if stage.engine == "trl")
-    slower = f"how much slower TRL is (stage {by_trl})" if by_trl else ""
+    slower = f"how much longer TRL takes (stage {by_trl})" if by_trl else ""
     return f"Not counted: {' and '.join(filter(None, (own, slower)))}." if own or slower else ""
 
 

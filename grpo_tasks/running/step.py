@@ -41,6 +41,7 @@ LOCKS = ".locks"
 """Name of the folder with the lock files, next to the folders of the steps."""
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
+Kept_co = TypeVar("Kept_co", bound=StepResult, covariant=True)
 
 RETRY_DELAY_S = 5
 """Seconds before a step whose child process died is tried again."""
@@ -237,12 +238,12 @@ class Step(Generic[Inputs, Made]):
 
 
 @dataclass(frozen=True, slots=True)
-class Left(Generic[Made]):
+class Left(Generic[Kept_co]):
     """What is there of a step."""
 
     label: str
     directory: Path
-    result: Made | None
+    result: Kept_co | None
     """None where it has to run, or to continue."""
 
 

@@ -1,7 +1,5 @@
 """How fast this machine samples from a model and trains it: what an estimate of a run is made of."""
 
-from typing import Self
-
 from pydantic import Field
 
 from schemas.results.base import Result
@@ -24,6 +22,10 @@ class Speed(Result):
     """Per token that goes forwards and backwards."""
     score_s: float
     """Per token that goes forwards only."""
+    reward_s: float | None = None
+    """In which the reward functions score a completion; None: unknown."""
+    live: float = 1.0
+    """Share of groups whose rewards differ: an update computes no others."""
     generate_s: float
     """Per decoding step of transformers' generate, with which a merge is proved."""
     lengths: list[int] = Field(min_length=1)
@@ -34,7 +36,3 @@ class Speed(Result):
     """Mean length of a demonstration; 0 where no stage trains on any."""
     measured_s: float = 0.0
     """Duration of the trial."""
-
-    def as_fast_as(self, **rates: float) -> Self:
-        """The same completions with other rates."""
-        return self.model_copy(update=rates)
