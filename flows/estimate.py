@@ -38,12 +38,12 @@ from schemas.metrics import duration_text
 from schemas.paths import resolve
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData
-from schemas.results.speed import Speed
+from schemas.results.speed import DEMONSTRATIONS, Speed
 
 MODULE = "grpo_tasks.grpo.speed"
 """Module that tries the machine, in a process of its own: only that loads torch."""
 SHORT_S = 10.0
-"""A run that may take no longer than this on any machine is not worth a trial."""
+"""A run that may take no longer than this on a fast machine is not worth a trial."""
 
 
 def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> None:
@@ -58,6 +58,7 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
     rows = rows_of(data, guards)
     size = sum(file.stat().st_size for file in Path(resolve(config.model.path)).glob("*.safetensors"))
     if least_seconds(config, rows, size) < SHORT_S:
+        log.info("not estimated: so short a run is not worth a trial")
         return
     if reason := why_not_measured(config):
         log.info("not estimated: %s; %s", reason, work_of(config, rows, run.output))
@@ -71,7 +72,7 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
         # Whatever is wrong, the step that it concerns says it better.
         log.warning("not estimated: %s", error.message.partition("\n")[0])
         return
-    found = estimate(config, speed, rows, done=updates_done(left))
+    found = estimate(config, speed, rows, done={} if run.fresh else updates_done(left))
     log.info("estimate: %s", found.headline())
     log.info("estimate of each step: %s", ", ".join(f"{step.label} {duration_text(step.seconds)}" for step in found.steps))
     for one in found.savings:
@@ -110,9 +111,9 @@ def estimate_of(config: RunConfig, *, fresh: bool) -> Estimate:
             reason = "another run may use the GPU; grpo run waits for it, and then says how long it will take"
         if reason:
             raise ConfigError(f"not estimated: {reason}", place="--measure", fix=f"leave it out; {work_of(config, rows, real)}")
-        run = SimpleNamespace(output=real, fresh=fresh, pruning=None, resources=resources)
-        left = updates_done(list(left_of(run, config, data, guards)))
-        return estimate(config, measured(config, data), rows, done=left)
+        run = SimpleNamespace(output=real, fresh=False, resources=resources)
+        done = {} if fresh else updates_done(list(left_of(run, config, data, guards)))
+        return estimate(config, measured(config, data), rows, done=done)
 
 
 def _held(names: Sequence[str]) -> AbstractContextManager[None]:
@@ -154,6 +155,8 @@ def measured(config: RunConfig, data: DataReport) -> Speed:
     """Rates and lengths of completions by a trial in a child process, which leaves nothing behind."""
     with tempfile.TemporaryDirectory() as name:
         trial_spec(config, data).save(Path(name) / SPEC)
+        for settings in [stage.demonstrations for stage in config.stages if stage.demonstrations is not None][:1]:
+            (Path(name) / DEMONSTRATIONS).write_text(settings.model_dump_json(), encoding="utf-8")
         run_module(MODULE, Path(name))
         return Speed.load(Path(name) / RESULT)
 

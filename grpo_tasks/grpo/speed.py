@@ -37,9 +37,9 @@ from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.rewards import JUDGE
+from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import UserError
-from schemas.prompts import PromptRow
-from schemas.results.speed import Speed
+from schemas.results.speed import DEMONSTRATIONS, Speed
 
 PART_S = 2.0
 """Time for each of the three parts: batches of completions, completions of full length, updates. A call that would exceed it is
@@ -135,7 +135,8 @@ class Trial:
             groups = min(most, 2 * groups)
         began = self.clock()
         for each in microbatches:
-            self.learner.old_logps(each)
+            # Reading a number waits for the device.
+            self.learner.old_logps(each).sum().item()
         return (self.clock() - began) / self.updated[-1][1]
 
     def _update(self, groups: int, tokens: int) -> list[Microbatch]:
@@ -208,19 +209,27 @@ def fitted(calls: Sequence[Sequence[float]]) -> list[float]:
     return [float(rate) for rate in nnls(table[:, :-1] / table[:, -1:], np.ones(len(table)))[0]]
 
 
-def demonstration_tokens(spec: StageSpec, trial: Trial) -> float:
-    """Mean length of the demonstrations of a stage of kind sft; 0 for any other kind."""
-    settings, rows = spec.stage.demonstrations, list[PromptRow](trial.rows)
+def demonstration_tokens(trial: Trial, settings: DemonstrationsConfig | None) -> float:
+    """Mean length of the demonstrations of some rows; 0 where no stage trains on any."""
     if settings is None:
         return 0.0
-    found = read_demonstrations(rows, settings, trial.tokenizer, max_tokens=spec.max_completion_tokens).tokens
+    most = trial.spec.max_completion_tokens
+    found = read_demonstrations(trial.rows, settings, trial.tokenizer, max_tokens=most).tokens
     return sum(len(one.token_ids) for one in found) / max(1, len(found))
 
 
 def measure(
-    spec: StageSpec, *, clock: Callable[[], float] = time.perf_counter, began: float | None = None, log: Path | None = None
+    spec: StageSpec,
+    demonstrations: DemonstrationsConfig | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    began: float | None = None,
+    log: Path | None = None,
 ) -> Speed:
-    """The rates of a stage; `began` is when its process started, by the clock. `log` gets what reward functions print."""
+    """The rates of a stage, and the length of the demonstrations of perhaps another one.
+
+    `began` is when its process started, by the clock. `log` gets what reward functions print.
+    """
     start = clock()
     began = start if began is None else began
     trial = Trial(spec, clock)
@@ -243,7 +252,7 @@ def measure(
         generate_s=trial.generate_s(),
         lengths=[len(one.token_ids) for one in trial.longest],
         ended=[one.finish_reason == "stop" for one in trial.longest],
-        demonstration_tokens=demonstration_tokens(spec, trial),
+        demonstration_tokens=demonstration_tokens(trial, demonstrations),
         measured_s=clock() - began,
     )
 
@@ -252,7 +261,9 @@ def main(directory: Path) -> None:
     """Measure, and write the rates."""
     # Imports of this process count as loading: every step has them.
     began = time.perf_counter() - (time.time() - psutil.Process().create_time())
-    measure(StageSpec.load(directory / SPEC), began=began, log=directory / LOG).save(directory / RESULT)
+    given = directory / DEMONSTRATIONS
+    taught = DemonstrationsConfig.model_validate_json(given.read_bytes()) if given.exists() else None
+    measure(StageSpec.load(directory / SPEC), taught, began=began, log=directory / LOG).save(directory / RESULT)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ FINISHED = -1
 """In place of a number of updates: the step has nothing left to do."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
 LEAST_STEP_S, MOST_BYTES_S = 1e-3, 1e11
+"""Fewest seconds of a step on a CPU, and the most bytes that it reads in a second."""
 ANSWERS = 4
 """Prompts whose answers by the merged model are generated twice, and once more by the registered version."""
 PROOF_PASSES, PROOF_LOADS, PUBLISHED_LOADS = 4, 3, 3
@@ -279,7 +280,7 @@ def savings(config: RunConfig, speed: Speed, rows: Rows, *, done: Mapping[str, i
 
 
 def least_seconds(config: RunConfig, rows: Rows, model_bytes: int) -> float:
-    """Less than any machine takes at full length: a step reads all weights from memory, and starts some kernels."""
+    """Less than a CPU takes at full length: a step reads all weights from memory, and starts some kernels."""
     step_s = max(LEAST_STEP_S, model_bytes / MOST_BYTES_S)
     none = {"load_s": 0.0, "prompt_s": 0.0, "row_s": 0.0, "train_s": 0.0, "score_s": 0.0, "generate_s": 0.0}
     speed = Speed(decode_s=step_s, update_s=step_s, lengths=[config.rollout.max_completion_length], ended=[False], **none)

@@ -149,8 +149,8 @@ class Step(Generic[Inputs, Made]):
     def left(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> "Left[Made]":
         """What an earlier run has left of the step, without running anything."""
         label, work = self._work(run, self._inputs(*args, **kwargs))
-        skips = self.cached and not run.fresh
-        return Left(label, work.directory, cast(Made | None, finished_result(self._makes, work.directory) if skips else None))
+        found = finished_result(self._makes, work.directory, marks=False) if self.cached and not run.fresh else None
+        return Left(label, work.directory, cast(Made | None, found))
 
     def key(self, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> str:
         """Content key of the step for these inputs; raises `DamagedError` when a file is not what an earlier step wrote."""
@@ -323,20 +323,26 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def finished_result(kind: type[Made], folder: Path) -> Made | None:
-    """The result of a finished step; None if it is not sealed, or if any file has another size or SHA-256 than its manifest."""
+def finished_result(kind: type[Made], folder: Path, *, marks: bool = True) -> Made | None:
+    """The result of a finished step; None if it is not sealed, or if any file has another size or SHA-256 than its manifest.
+
+    `marks`: warn of the damage, and leave a mark by which the step that runs again knows it.
+    """
     path = folder / RESULT
     if not path.exists():
         return None
     try:
         result = kind.load(path)
     except DamagedError as error:
-        _mark_damaged(folder, [RESULT], f"{error.message}: {path}")
+        if marks:
+            _mark_damaged(folder, [RESULT], f"{error.message}: {path}")
         return None
     if not result.seal:
         # Written by the child process. The seal comes last, when the step has hashed every file.
         return None
     changes = find_changes(folder, result.manifest)
+    if changes and not marks:
+        return None
     if changes:
         shown = "; ".join(map(str, changes[:MAX_CHANGES_SHOWN]))
         more = f"; and {len(changes) - MAX_CHANGES_SHOWN} more" if len(changes) > MAX_CHANGES_SHOWN else ""

@@ -4,6 +4,9 @@ from pydantic import Field
 
 from schemas.results.base import Result
 
+DEMONSTRATIONS = "demonstrations.json"
+"""File next to the spec of a trial, where a stage trains on demonstrations: its settings for them."""
+
 
 class Speed(Result):
     """Seconds of the parts of a run, as a short trial found them (grpo_tasks/grpo/speed.py)."""
