@@ -42,8 +42,10 @@ from schemas.errors import UserError
 from schemas.results.speed import DEMONSTRATIONS, Speed
 
 PART_S = 2.0
-"""Time for each of the three parts: batches of completions, completions of full length, updates. A call that would exceed it is
-left out, so the trial of a slow machine takes a few times as long as its first calls."""
+"""Time for batches that grow, and for updates that grow. A call that would exceed it is left out, so the trial of a slow machine
+takes a few times as long as its first calls."""
+LENGTH_S = 8.0
+"""Time for completions of full length, where they take longer than PART_S: how long they are is what an estimate knows least."""
 FEW_TOKENS = 8
 """Length of the completions that only measure a batch."""
 MOST_PROMPTS = 64
@@ -63,7 +65,9 @@ class Trial:
     updated: list[tuple[float, ...]] = field(default_factory=list)
     """Of each update: 1, tokens, seconds."""
     longest: list[Completion] = field(default_factory=list)
-    """The completions that were given most time."""
+    """The last completions, which were given most time."""
+    each: int = 1
+    """How many of them a prompt has."""
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -90,7 +94,7 @@ class Trial:
         seconds, lengths = self.clock() - began, [len(one.token_ids) for one in done]
         read = sum(map(len, chosen)) * (1 if self.spec.resources.share_prompts else each)
         self.sampled.append((read, max(lengths), sum(lengths), seconds))
-        self.longest = done
+        self.longest, self.each = done, each
         return seconds
 
     def sample_all(self) -> None:
@@ -104,17 +108,14 @@ class Trial:
             if prompts == most or left < 0:
                 break
             prompts = min(most, 2 * prompts)
-        # As many groups of full length as time allows; else a group of shorter completions.
-        whole = rollout.max_completion_length
-        sizes = [(count, group, whole) for count in (min(prompts, most), 4, 2, 1) if count <= most]
-        sizes += [(1, group, max(few, whole // divisor)) for divisor in (2, 4, 8)]
-        fitting = (size for size in sizes if self._expected(*size) < PART_S)
-        self.sample(*next(fitting, sizes[-1]))
-
-    def _expected(self, prompts: int, each: int, tokens: int) -> float:
-        prompt_s, decode_s, row_s = fitted(self.sampled)
-        read = prompts * len(self.prompts[0])
-        return prompt_s * read + tokens * (decode_s + prompts * each * row_s)
+        # Groups of full length where time allows, else half a group of two prompts each, as far as it goes.
+        whole, (prompt_s, decode_s, row_s) = rollout.max_completion_length, fitted(self.sampled)
+        token_s, read = decode_s + group * row_s, len(self.prompts[0])
+        for count in (min(prompts, most), min(4, most), min(2, most), 1):
+            if count * prompt_s * read + whole * (decode_s + count * group * row_s) < PART_S:
+                self.sample(count, group, whole)
+                return
+        self.sample(2, max(1, group // 2), max(few, min(whole, int((LENGTH_S - 2 * prompt_s * read) / token_s))))
 
     def update_all(self) -> float:
         """Updates that grow to one of the stage; returns the seconds per token of a pass that goes forwards only."""
@@ -169,7 +170,7 @@ class Trial:
         if not settings or any(one is None or one.function in (JUDGE, "environment") for one in settings):
             return None, 1.0
         count = len(self.longest)
-        rows = [self.rows[index // group % len(self.rows)] for index in range(count)]
+        rows = [self.rows[index // self.each % len(self.rows)] for index in range(count)]
         texts, tokens = [one.text for one in self.longest], [one.token_ids for one in self.longest]
         batch = batch_of(rows, texts, tokens, step=1)
         suite = RewardSuite(spec.rewards, stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=log)
@@ -185,7 +186,7 @@ class Trial:
         whole = all(
             one.finish_reason == "stop" or len(one.token_ids) == spec.rollout.max_completion_length for one in self.longest
         )
-        if not whole or count % group or stage.kind != "grpo":
+        if not whole or self.each != group or stage.kind != "grpo":
             return seconds / count, 1.0
         rollout = Rollout(self.rows[:1] * (count // group), [], self.longest, group, 0.0)
         dead = advantages(rewards_of(ScoredRollout(rollout, scores, seconds)), stage).dead
