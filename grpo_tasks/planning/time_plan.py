@@ -6,7 +6,7 @@
 
 How long completions are is known from those of the trial alone. Those that it stopped go on ending at the rate at which others
 ended. `at_most` takes all of them at full length, and no group as dead. What nobody knows before is not counted: that a policy
-learns to write more or less, and which groups are dead then.
+learns to write more or less, which groups are dead then, and whether there is a champion to evaluate.
 """
 
 import math
@@ -236,7 +236,8 @@ def _steps(
             ("probe_rewards", speed.load_s + costs.sampling(min(lab.num_prompts, rows.train), scored[0].num_generations))
         )
     if config.difficulty.samples and config.difficulty.pass_rate_column is None:
-        steps += [("measure_difficulty-start", costs.difficulty())] * any(not one.measure_difficulty for one in stages)
+        at_start = [one for one in stages if one.kind != "sft" and not one.measure_difficulty]
+        steps += [("measure_difficulty-start", costs.difficulty())] if at_start else []
     steps += evaluated("base")
     for stage in stages:
         label = f"train_stage-{stage.name}"

@@ -10,6 +10,7 @@ from scipy.stats import CensoredData, ecdf
 
 from grpo_tasks.planning.time_plan import FINISHED, LONG_S, Costs, Lengths, Rows, estimate, savings
 from schemas.config.load import load_config, with_setting
+from schemas.config.stage import DemonstrationsConfig, StageConfig
 from schemas.results.model import PROOF_TOKENS
 from schemas.results.speed import Speed
 
@@ -46,6 +47,12 @@ def counted(config, stage, length):
         found["trained"] += tokens
         passes = (stage.beta > 0) + (stage.updates_per_rollout > 1) + (stage.top_entropy_quantile < 1)
         found["scored"] += passes * tokens
+        if stage.eval_steps and ((update + 1) % stage.eval_steps == 0 or update + 1 == stage.num_updates(ROWS.train)):
+            for place in range(length):
+                found["steps"] += 1
+                for _ in range(min(stage.num_eval_prompts, ROWS.eval)):
+                    found["rows"] += 1
+                    found["prompts"] += 10 if place == 0 else 0
         if stage.beta == 0 and stage.kl_every_steps and update % stage.kl_every_steps == 0:
             found["scored"] += tokens
     return found
@@ -59,6 +66,7 @@ def counted(config, stage, length):
         ["stages.0.beta=0", "stages.0.kl_every_steps=10", "stages.0.top_entropy_quantile=0.5"],
         ["stages.0.max_steps=null", "stages.0.num_train_epochs=3", "rollout.max_batch_size=24"],
         ["resources.share_prompts=false", "stages.0.num_generations=16"],
+        ["stages.0.eval_steps=30", "stages.0.num_eval_prompts=16"],
     ],
 )
 def test_the_time_of_a_stage_is_that_of_its_tokens(settings):
@@ -68,6 +76,23 @@ def test_the_time_of_a_stage_is_that_of_its_tokens(settings):
     rates = {"prompt_s": "prompts", "decode_s": "steps", "row_s": "rows", "update_s": "updates", "train_s": "trained"}
     for rate, what in (rates | {"score_s": "scored"}).items():
         assert Costs(config, costing(**{rate: 1.0}), ROWS).stage(stage) == pytest.approx(of[what]), what
+
+
+def test_other_kinds_of_stages_train_on_what_they_choose():
+    costs = Costs(config_of(), costing(demonstration_tokens=4.0), ROWS)
+    taught = StageConfig(name="a", kind="sft", demonstrations=DemonstrationsConfig(column="solution"))
+    assert costs.trained_tokens(taught) == 8 * (10 + 4)
+    best = {"kind": "rejection", "rewards": ["format"], "num_generations": 4, "per_device_train_batch_size": 8}
+    assert costs.trained_tokens(StageConfig(name="b", **best)) == 2 * (10 + 6)
+    assert costs.trained_tokens(StageConfig(name="b", keep_completions=2, **best)) == 2 * (10 + 2 * 6)
+
+
+def test_dead_groups_cost_an_update_nothing():
+    config, tokens = config_of("stages.0.beta=0", "stages.0.kl_every_steps=0"), 8 * (10 + 8 * 6)
+    half = costing(train_s=1.0, live=0.5)
+    assert Costs(config, half, ROWS).update(config.stages[0]) == pytest.approx(tokens / 2)
+    kept = config_of("stages.0.beta=0", "stages.0.kl_every_steps=0", "stages.0.skip_dead_groups=false")
+    assert Costs(kept, half, ROWS).update(kept.stages[0]) == pytest.approx(tokens)
 
 
 def test_an_evaluation_and_the_lab_are_their_prompts_and_samples():
