@@ -241,6 +241,7 @@ def measure(
     prompt_s, decode_s, row_s = fitted(trial.sampled)
     update_s, train_s = fitted(trial.updated)
     return Speed(
+        device=trial.model.device.type,
         load_s=load_s,
         prompt_s=prompt_s,
         decode_s=decode_s,

@@ -290,10 +290,13 @@ def least_seconds(config: RunConfig, rows: Rows, model_bytes: int) -> float:
 
 def _not_counted(config: RunConfig, speed: Speed) -> str:
     names = ", ".join(sorted({name for stage in config.stages for name in stage.rewards}))
-    own = f"the reward functions {names}" if speed.reward_s is None and names else ""
     by_trl = ", ".join(stage.name for stage in config.stages if stage.engine == "trl")
-    slower = f"how much longer TRL takes (stage {by_trl})" if by_trl else ""
-    return f"Not counted: {' and '.join(filter(None, (own, slower)))}." if own or slower else ""
+    parts = [
+        f"the reward functions {names}" if speed.reward_s is None and names else "",
+        f"how much longer TRL takes (stage {by_trl})" if by_trl else "",
+        "how much longer the merge takes, which a CPU computes" if speed.device != "cpu" else "",
+    ]
+    return f"Not counted: {'; '.join(filter(None, parts))}." if any(parts) else ""
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, object]]:

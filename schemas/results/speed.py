@@ -11,6 +11,8 @@ DEMONSTRATIONS = "demonstrations.json"
 class Speed(Result):
     """Seconds of the parts of a run, as a short trial found them (grpo_tasks/grpo/speed.py)."""
 
+    device: str = "cpu"
+    """Of the model: cpu or cuda."""
     load_s: float
     """Until the model is loaded, checked and ready to sample: every step with a process of its own begins with it."""
     prompt_s: float

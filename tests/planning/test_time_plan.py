@@ -157,5 +157,14 @@ def test_every_saving_is_what_the_setting_saves():
         assert one.seconds > 0
 
 
+def test_what_is_not_counted_is_named():
+    assert not estimate(config_of(), costing(reward_s=0.0), ROWS).not_counted
+    by_trl = config_of("stages.1.engine=trl")
+    named = estimate(by_trl, costing(device="cuda"), ROWS).sections()[-1].text
+    assert all(
+        words in named for words in ("correctness, format, incremental_format", "TRL takes (stage correctness)", "the merge")
+    )
+
+
 def test_a_run_of_less_than_an_hour_names_no_savings():
     assert not estimate(config_of(), costing(load_s=1.0), ROWS).savings
