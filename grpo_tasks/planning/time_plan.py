@@ -223,12 +223,12 @@ def _steps(
     config: RunConfig, speed: Speed, rows: Rows, done: Mapping[str, int], *, full: bool = False
 ) -> Iterator[tuple[str, float]]:
     costs, lab, stages = Costs(config, speed, rows, full), config.lab, config.stages
-    held_out = min(rows.eval, config.evaluation.max_prompts or rows.eval)
+    most = config.evaluation.max_prompts
 
     def evaluated(label: str) -> list[tuple[str, float]]:
-        guards = [(name, count) for name, count in rows.guards if label in ("base", "merged")]
-        sizes = [(label, held_out), *((f"guard-{name}-{label}", count) for name, count in guards)]
-        return [(f"evaluate_model-{name}", costs.evaluation(count)) for name, count in sizes]
+        guards = [(f"guard-{name}-{label}", count) for name, count in rows.guards if label in ("base", "merged")]
+        sizes = [(label, rows.eval), *guards]
+        return [(f"evaluate_model-{name}", costs.evaluation(min(count, most or count))) for name, count in sizes]
 
     steps: list[tuple[str, float]] = []
     if scored := [stage for stage in stages if stage.rewards]:

@@ -14,7 +14,7 @@ from schemas.config.stage import DemonstrationsConfig, StageConfig
 from schemas.results.model import PROOF_TOKENS
 from schemas.results.speed import Speed
 
-ROWS = Rows(train=37, eval=19, prompt_tokens=10.0, guards=[("other", 5)])
+ROWS = Rows(train=37, eval=19, prompt_tokens=10.0, guards=[("few", 5), ("many", 30)])
 NOTHING = dict.fromkeys(("load_s", "prompt_s", "decode_s", "row_s", "update_s", "train_s", "score_s", "generate_s"), 0.0)
 
 
@@ -99,7 +99,8 @@ def test_an_evaluation_and_the_lab_are_their_prompts_and_samples():
     config = config_of("evaluation.max_prompts=8", "evaluation.num_samples=3", "lab.num_prompts=4")
     steps = {step.label: step.seconds for step in estimate(config, costing(row_s=1.0), ROWS).steps}
     assert steps["evaluate_model-base"] == pytest.approx(8 * 3 * 6 + 8 * 6)  # the greedy ones too
-    assert steps["evaluate_model-guard-other-base"] == pytest.approx(5 * 3 * 6 + 5 * 6)
+    assert steps["evaluate_model-guard-few-base"] == pytest.approx(5 * 3 * 6 + 5 * 6)
+    assert steps["evaluate_model-guard-many-merged"] == pytest.approx(8 * 3 * 6 + 8 * 6)
     assert steps["probe_rewards"] == pytest.approx(4 * 8 * 6)
     once = estimate(config, costing(load_s=1.0), ROWS)
     assert all(step.seconds >= 1.0 for step in once.steps)
