@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.approval import SuspendedRun, decide, load_pending_decision, was_suspended
+from flows.estimate import tell_cost
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
 from flows.preflight import check_start, check_structure, check_working_directory
@@ -86,6 +87,7 @@ def train_and_evaluate(run: FlowRun) -> Trained:
         warn(note)
     data = validated_data(run)
     guards = validate_guards(run)
+    tell_cost(run, data, guards)
     model = base_model(config)
     lab = probe_rewards(run, config, model, data)
     difficulty = measured_difficulty(run, model, data)

@@ -16,11 +16,11 @@ from grpo_tasks.steps.train_stage import train_stage
 from grpo_tasks.steps.validate_data import validate_data
 from grpo_tasks.tracking.models import current_champion, fetch_champion
 from grpo_tasks.tracking.registry import tag_version
-from schemas.config.evaluation import GUARD
+from schemas.config.evaluation import GUARD, PromotionGuard
 from schemas.config.rollout import InteractionConfig
-from schemas.config.run import RunConfig
+from schemas.config.run import RunConfig, Scoring
 from schemas.config.stage import StageConfig
-from schemas.results.data import DataReport, GuardData
+from schemas.results.data import DataReport, GuardData, PromptTable
 from schemas.results.evaluation import DifficultyReport, EvalReport, GuardCheck
 from schemas.results.model import ModelRef, StageResult
 from schemas.results.publication import Publication, Trained
@@ -56,21 +56,29 @@ def measured_difficulty(run: FlowRun, start: ModelRef, data: DataReport) -> Diff
 
 
 def measured_at_start(config: RunConfig) -> list[StageConfig]:
-    """The stages whose pass rates are those of the model that the run starts from."""
-    if config.difficulty.samples == 0 and config.difficulty.pass_rate_column is None:
+    """The stages that use the pass rates of the start of the run; none where there are no pass rates."""
+    difficulty = config.difficulty
+    if difficulty.samples == 0 and difficulty.pass_rate_column is None:
         return []
     return [stage for stage in config.stages if stage.kind != "sft" and not stage.measure_difficulty]
 
 
 def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, stages: Sequence[StageConfig]) -> DifficultyReport:
-    measured, adapter = stages[0].measure_difficulty, start.adapter is not None
-    config = run.config.difficulty_of(stages, measured=measured, adapter=adapter)
-    report = measure_difficulty(run, config, label, start, data.train_table)
+    config = run.config
+    report = measure_difficulty(run, *difficulty_inputs(config, label, start, data, stages))
     rates = read_table(report.pass_rates)
     for stage in stages:
         require_pass_at_group(rates, stage)
         require_prompts(choose_prompts(data.train, rates, stage).counts, stage, config.difficulty.min_prompts)
     return report
+
+
+def difficulty_inputs(
+    config: RunConfig, label: str, start: ModelRef, data: DataReport, stages: Sequence[StageConfig]
+) -> tuple[RunConfig, str, ModelRef, PromptTable]:
+    """What the step that measures pass rates for these stages is given."""
+    measured, adapter = stages[0].measure_difficulty, start.adapter is not None
+    return config.difficulty_of(stages, measured=measured, adapter=adapter), label, start, data.train_table
 
 
 def trained_stage(
@@ -85,7 +93,7 @@ def trained_stage(
 def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> EvalReport:
     """Evaluate a model on the held-out prompts."""
     config = run.config
-    report = evaluate_model(run, config.evaluated(), label, ref, data, config.scoring())
+    report = evaluate_model(run, *evaluation_inputs(config, label, ref, data))
     # Demonstrations can teach the end, and a conversation may run out of turns though each of them ends.
     if label == "base" and not config.supervised_first and not config.interaction.active:
         require_endings(report, config.evaluation, config.rollout)
@@ -93,6 +101,13 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         # Before any training: an error when no held-out figure can decide about promotion.
         deciding_metric(config.promotion, report)
     return report
+
+
+def evaluation_inputs(
+    config: RunConfig, label: str, ref: ModelRef, data: DataReport
+) -> tuple[RunConfig, str, ModelRef, DataReport, Scoring | None]:
+    """What the step that evaluates a model is given."""
+    return config.evaluated(), label, ref, data, config.scoring()
 
 
 def published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> Publication:
@@ -117,23 +132,32 @@ def published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> Public
 
 def validate_guards(run: FlowRun) -> list[GuardData]:
     """Check the prompts of every guard of the promotion, before any training."""
-    config, found = run.config, []
+    config = run.config
+    return [check_guard(run, guard_config(config, guard), guard.name) for guard in config.promotion.guards]
+
+
+def guard_config(config: RunConfig, guard: PromotionGuard) -> RunConfig:
+    """The config that reads the prompts of a guard as held-out rows."""
+    check_guard_pattern(guard)
     validation = config.validation.model_copy(update={"min_train_rows": 0, "min_eval_rows": 1})
-    for guard in config.promotion.guards:
-        check_guard_pattern(guard)
-        update = {"data": guard_data(config, guard), "validation": validation}
-        found.append(check_guard(run, config.model_copy(update=update), guard.name))
-    return found
+    return config.model_copy(update={"data": guard_data(config, guard), "validation": validation})
 
 
 def evaluate_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[GuardData]) -> list[EvalReport]:
     """Evaluate a model on the prompts of every guard."""
-    config = run.config.evaluated()
+    return [evaluate_model(run, *inputs) for inputs in guard_inputs(run.config, label, ref, data)]
+
+
+def guard_inputs(
+    config: RunConfig, label: str, ref: ModelRef, data: Sequence[GuardData]
+) -> list[tuple[RunConfig, str, ModelRef, DataReport, Scoring | None]]:
+    """What the step that evaluates a model is given, for each guard."""
+    config = config.evaluated()
     if not config.interaction.tools:
         # An environment begins with rows of its own kind, which the prompts of a guard are not.
         config = config.model_copy(update={"interaction": InteractionConfig()})
     return [
-        evaluate_model(run, config, f"{GUARD}{guard.name}-{label}", ref, rows, guard_scoring(config, guard))
+        (config, f"{GUARD}{guard.name}-{label}", ref, rows, guard_scoring(config, guard))
         for guard, rows in zip(config.promotion.guards, data, strict=True)
     ]
 

@@ -295,6 +295,16 @@ def figure_text(name: str, value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1_000 else f"{value:,.0f}"
 
 
+def duration_text(seconds: float) -> str:
+    """A duration as people say it: 45 s, 12 min, 3 h 20 min, 5 days."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 2_880 else f"{minutes / 1_440:.0f} days"
+
+
 def column_of(name: str) -> str:
     """The column of the evaluation samples that a metric is the mean of. A function's scores have the name of their mean."""
     found = describe_figure(name)

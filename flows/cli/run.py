@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step, report_errors
+from flows.cli.environment import checked_config, named_config, prepare_environment, prepare_flow, prepare_step, report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set, Wide
 from flows.cli.progress import shown_progress
 from flows.cli.show import say, show
 from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
+from schemas.errors import ConfigError
 from schemas.metrics import REWARD
 from schemas.results.base import Section
 from schemas.results.evaluation import evaluation_section
@@ -33,17 +34,29 @@ def run(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
     wide: Wide = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: try this machine for a few seconds, and estimate the run.")
+    ] = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with report_errors() as command:
         alone = ["promotion.against_champion=false"] if no_champion else []
         settings = checked_config(named_config(config), [*(override or []), *alone])
-        command.folder = settings.resources.output_dir / settings.name
+        if measure and not dry_run:
+            raise ConfigError("a run estimates itself when it starts", place="--measure", fix="add --dry-run, or leave it out")
         if dry_run:
             from flows.preflight import check_start, check_structure
 
             show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False)])
+            if measure:
+                prepare_environment()
+                from flows.estimate import estimate_of
+
+                with shown_progress("trying the machine"):
+                    found = estimate_of(settings, fresh=fresh)
+                show(*found.sections(), wide=wide)
             return
+        command.folder = settings.resources.output_dir / settings.name
         _begin(settings, "starting Prefect and MLflow")
         with shown_progress("starting Prefect and MLflow"):
             prepare_flow()

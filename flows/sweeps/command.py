@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from flows.cli.environment import named_config, prepare_flow, report_errors
 from flows.cli.options import OptionalConfig, Set, Wide
 from flows.cli.show import say, show
-from schemas.metrics import STEP_TIME
+from schemas.metrics import duration_text
 from schemas.results.base import Section
 
 if TYPE_CHECKING:
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from schemas.config.grid import Grid, Variant
     from schemas.config.stage import StageConfig
     from schemas.results.sweep import SweepResult
-
-_JOURNALS = 20
-"""Most journals that are read for a duration."""
 
 
 def sweep(
@@ -86,6 +82,7 @@ def forecast(variants: "Sequence[Variant]", folder: Path) -> list[str]:
 
     The duration comes from earlier stages of the same config, if there are any in its `folder`.
     """
+    from grpo_tasks.stage.journal import update_seconds
     from schemas.config.grid import NO_EFFECT
 
     trained: dict[str, StageConfig] = {}
@@ -104,22 +101,10 @@ def forecast(variants: "Sequence[Variant]", folder: Path) -> list[str]:
     updates = sum(stage.max_steps or 0 for stage in trained.values())
     completions = sum((stage.max_steps or 0) * stage.completions_per_update for stage in trained.values())
     lines[0] = f"{first}: at most {updates:,} updates with {completions:,} completions"
-    seconds = _update_seconds(folder)
+    seconds = update_seconds(folder)
     if seconds is not None:
-        minutes = max(1, round(seconds * updates / 60))
-        duration = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-        lines.append(f"about {duration} of updates without pruning, as fast as earlier runs here")
+        lines.append(f"about {duration_text(seconds * updates)} of updates without pruning, as fast as earlier runs here")
     return lines
-
-
-def _update_seconds(folder: Path) -> float | None:
-    """Median duration of an update of the newest stages in the folder of a config; None if there are none."""
-    from grpo_tasks.stage.journal import read_lines
-
-    newest = sorted(folder.glob("train_stage/*/metrics.jsonl"), key=lambda path: -path.stat().st_mtime)[:_JOURNALS]
-    metrics = [line["metrics"] for path in newest for line in read_lines(path, {"step": int, "metrics": dict})[0]]
-    times = [each[STEP_TIME] for each in metrics if STEP_TIME in each]
-    return median(times) if times else None
 
 
 def show_sweep(result: "SweepResult", *, wide: bool = False) -> None:

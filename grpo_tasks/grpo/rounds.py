@@ -33,7 +33,6 @@ from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Rollout
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.data import TaskConfig
-from schemas.config.stage import StageConfig
 from schemas.errors import TrainingError
 from schemas.metrics import POLICY_LAG, SAMPLER_WAIT, TRAINER_WAIT
 from schemas.prompts import PromptRow
@@ -109,13 +108,6 @@ class PromptSchedule:
             return [drawn(position, self.num_prompts, "epoch") for position in positions]
         turns = self.mixture.turns(positions.start, positions.stop)
         return [task.rows[drawn(number, len(task.rows), "task", task.name)] for task, number in turns]
-
-
-def num_updates(stage: StageConfig, num_prompts: int) -> int:
-    """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
-    if stage.max_steps is not None:
-        return stage.max_steps
-    return math.ceil(stage.num_train_epochs * num_prompts / stage.prompts_per_rollout) * stage.updates_per_rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metric
 from grpo_tasks.grpo.microbatches import Microbatch, chosen_completions, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds, num_updates
+from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds
 from grpo_tasks.grpo.sampler import rollout_engine
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.kit.files import replacing
@@ -74,7 +74,7 @@ class Trainer:
             self.held_out = sorted(read_prompts(spec.eval), key=lambda row: row.prompt_id)[-stage.num_eval_prompts :]
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
         self.schedule = PromptSchedule(len(self.rows), stage.prompts_per_rollout, self.seed, mixture)
-        self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
+        self.updates = suite.worker.max_steps = stage.num_updates(len(self.rows))
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
         longest = spec.interaction.longest_prompt(max(row.prompt_tokens for row in self.rows))
         stage = with_token_budget(spec, model, longest)

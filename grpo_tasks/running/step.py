@@ -44,6 +44,7 @@ LOCKS = ".locks"
 """Name of the folder with the lock files, next to the folders of the steps."""
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
+Kept_co = TypeVar("Kept_co", bound=StepResult, covariant=True)
 
 RETRY_DELAY_S = 5
 """Seconds before a step whose child process died is tried again."""
@@ -140,13 +141,8 @@ class Step(Generic[Inputs, Made]):
 
     def __call__(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
         """The result of the step in a run, from its folder if it is finished there; recorded."""
-        name, inputs = self.body.__name__, self._inputs(*args, **kwargs)
-        require_unchanged(inputs)
-        key = self._key(inputs, run.resources)
-        # The stage or the model, for a step that runs more than once in a pipeline.
-        suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
-        label = f"{name}-{suffix}" if suffix else name
-        work = Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
+        inputs = self._inputs(*args, **kwargs)
+        label, work = self._work(run, inputs)
         run.begun += 1
         run_step = _run_as_task if in_flow() else _run_here
         try:
@@ -158,6 +154,12 @@ class Step(Generic[Inputs, Made]):
         report(Progress("recording the results", step=label, number=run.begun, steps=run.steps))
         run.record(outcome.result)
         return outcome.result
+
+    def left(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> "Left[Made]":
+        """What an earlier run has left of the step, without running anything."""
+        label, work = self._work(run, self._inputs(*args, **kwargs))
+        found = finished_result(self._makes, work.directory, marks=False) if self.cached and not run.fresh else None
+        return Left(label, work.directory, cast(Made | None, found))
 
     def key(self, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> str:
         """Content key of the step for these inputs; raises `DamagedError` when a file is not what an earlier step wrote."""
@@ -180,6 +182,20 @@ class Step(Generic[Inputs, Made]):
         inputs.pop(next(iter(inputs)))
         return inputs | ({"config": view(inputs["config"], self.reads)} if self.reads else {})
 
+    def _work(self, run: Run, inputs: dict[str, Any]) -> tuple[str, Work]:
+        """Label, key and folder of the step in a run."""
+        require_unchanged(inputs)
+        name, key = self.body.__name__, self._key(inputs, run.resources)
+        # The stage or the model, for a step that runs more than once in a pipeline.
+        suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
+        label = f"{name}-{suffix}" if suffix else name
+        return label, Work(key, run.output.resolve() / name / f"{suffix or 'all'}-{key[:16]}", run)
+
+    @property
+    def _makes(self) -> type[StepResult]:
+        made: type[StepResult] = inspect.signature(self.body, eval_str=True).return_annotation
+        return made
+
     def _key(self, inputs: dict[str, Any], resources: ResourcesConfig) -> str:
         # What a device computes depends on the way in which it does.
         ways = resources.ways if self.device else {}
@@ -196,8 +212,7 @@ class Step(Generic[Inputs, Made]):
         # Of two runs that need the same step, the second waits and finds it finished.
         with locked(lock, f"runs the same step {name} ({folder})", who="another run"):
             if self.cached and not work.run.fresh:
-                result_type = inspect.signature(self.body, eval_str=True).return_annotation
-                finished = finished_result(result_type, work.directory)
+                finished = finished_result(self._makes, work.directory)
                 if finished is not None:
                     return _Outcome(cast(Made, finished), skipped=True)
             clear(work.directory, resumable=self.resumable and not work.run.fresh)
@@ -234,6 +249,16 @@ class Step(Generic[Inputs, Made]):
         except DamagedError:
             clear(work.directory, resumable=False)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class Left(Generic[Kept_co]):
+    """What is there of a step."""
+
+    label: str
+    directory: Path
+    result: Kept_co | None
+    """None where it has to run, or to continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,20 +343,26 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def finished_result(kind: type[Made], folder: Path) -> Made | None:
-    """The result of a finished step; None if it is not sealed, or if any file has another size or SHA-256 than its manifest."""
+def finished_result(kind: type[Made], folder: Path, *, marks: bool = True) -> Made | None:
+    """The result of a finished step; None if it is not sealed, or if any file has another size or SHA-256 than its manifest.
+
+    `marks`: warn of the damage, and leave a mark by which the step that runs again knows it.
+    """
     path = folder / RESULT
     if not path.exists():
         return None
     try:
         result = kind.load(path)
     except DamagedError as error:
-        _mark_damaged(folder, [RESULT], f"{error.message}: {path}")
+        if marks:
+            _mark_damaged(folder, [RESULT], f"{error.message}: {path}")
         return None
     if not result.seal:
         # Written by the child process. The seal comes last, when the step has hashed every file.
         return None
     changes = find_changes(folder, result.manifest)
+    if changes and not marks:
+        return None
     if changes:
         shown = "; ".join(map(str, changes[:MAX_CHANGES_SHOWN]))
         more = f"; and {len(changes) - MAX_CHANGES_SHOWN} more" if len(changes) > MAX_CHANGES_SHOWN else ""

@@ -8,13 +8,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from schemas.errors import TrainingError
-from schemas.metrics import EVAL_REWARD
+from schemas.metrics import EVAL_REWARD, STEP_TIME
 
 JOURNAL_KEYS = {"step": int, "metrics": dict}
 EVENT_KEYS = {"step": int, "event": str, "detail": str}
+_NEWEST = 20
+"""Stages whose updates tell the duration of an update."""
 
 
 @dataclass(slots=True)
@@ -71,6 +74,14 @@ class Journal:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All complete lines; empty when there is no file yet."""
     return read_lines(path, EVENT_KEYS)[0]
+
+
+def update_seconds(folder: Path) -> float | None:
+    """Median duration of an update of the newest stages in the folder of a config's results; None if there are none."""
+    newest = sorted(folder.glob("train_stage/*/metrics.jsonl"), key=lambda path: -path.stat().st_mtime)[:_NEWEST]
+    metrics = [line["metrics"] for path in newest for line in read_lines(path, JOURNAL_KEYS)[0]]
+    times = [each[STEP_TIME] for each in metrics if STEP_TIME in each]
+    return median(times) if times else None
 
 
 def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:

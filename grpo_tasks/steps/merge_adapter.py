@@ -21,18 +21,8 @@ from schemas.results.model import PROOF_PROMPTS, PROOF_TOKENS, MergeFigures, Mer
 def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that keeps too little of what training changed raises an error
     and is never published."""
-    spec = MergeSpec(
-        model=config.model,
-        ref=ref,
-        prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
-        max_new_tokens=PROOF_TOKENS,
-        # The merged model answers to the prompts of its training, which showed the tools.
-        chat_template_kwargs=with_offered_tools(config).rollout.chat_template_kwargs,
-        system_prompt=config.merged_system_prompt,
-        sampling=Sampling.of(config.rollout),
-    )
     began = time.perf_counter()
-    spec.save(work.directory / SPEC)
+    merge_spec(config, ref, data).save(work.directory / SPEC)
     run_module("grpo_tasks.policy", work.directory)
     figures = MergeFigures.load(work.directory / RESULT)
     proof = MergeProof(
@@ -45,3 +35,17 @@ def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport
     )
     work.artifact("merge", "# Merge\n\n" + as_markdown(proof.sections()))
     return proof
+
+
+def merge_spec(config: RunConfig, ref: ModelRef, data: DataReport) -> MergeSpec:
+    """What the child process is to merge and to prove."""
+    return MergeSpec(
+        model=config.model,
+        ref=ref,
+        prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
+        max_new_tokens=PROOF_TOKENS,
+        # The merged model answers to the prompts of its training, which showed the tools.
+        chat_template_kwargs=with_offered_tools(config).rollout.chat_template_kwargs,
+        system_prompt=config.merged_system_prompt,
+        sampling=Sampling.of(config.rollout),
+    )

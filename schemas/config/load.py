@@ -154,6 +154,13 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
     return _valid(lambda: RunConfig.model_validate(tree, context=FLAT), place)
 
 
+def with_setting(config: RunConfig, override: str) -> RunConfig:
+    """A config with one setting changed, PATH=VALUE; `ConfigError` where it cannot have that value."""
+    tree = config.model_dump(mode="json")
+    _override(tree, override)
+    return check_config(tree, place=override)
+
+
 def _valid(make: Callable[[], Checked], place: str) -> Checked:
     try:
         return make()

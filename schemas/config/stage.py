@@ -8,6 +8,7 @@ A stage has one of three kinds:
 """
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -377,6 +378,12 @@ class StageConfig(Section):
         """Optimizer steps taken on one round of sampled completions."""
         rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
         return rounds * self.num_iterations
+
+    def num_updates(self, num_prompts: int) -> int:
+        """Updates of the stage on so many prompts: max_steps, or as many complete rollouts as cover num_train_epochs."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_rollout) * self.updates_per_rollout
 
     @property
     def prompts_per_rollout(self) -> int:

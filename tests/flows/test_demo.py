@@ -52,6 +52,14 @@ def test_the_demo_raises_no_alarm(demo):
     assert "same policy: with its adapter, and merged in bfloat16 (keeps" in output
 
 
+def test_the_demo_says_what_it_takes_before_its_first_stage(demo):
+    place, output = demo
+    assert (
+        output.index("estimate: about ") < output.index("estimate of each step: probe_rewards ") < output.index("stage format,")
+    )
+    assert "estimate.md" in {item.path for item in place.client.list_artifacts(place.parent().info.run_id)}
+
+
 def test_every_field_of_the_config_is_a_parameter(demo):
     from grpo_tasks.tracking.description import flatten
 

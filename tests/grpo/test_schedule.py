@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.grpo.learner import make_optimizer, make_scheduler
-from grpo_tasks.grpo.rounds import Mixture, PromptSchedule, num_updates
+from grpo_tasks.grpo.rounds import Mixture, PromptSchedule
 from schemas.config.data import TaskConfig
 from schemas.config.stage import StageConfig
 
@@ -28,9 +28,9 @@ def test_the_order_depends_on_the_seed_and_changes_each_epoch():
 
 def test_epochs_become_updates():
     stage = StageConfig(name="s", rewards=["format"], num_generations=4, per_device_train_batch_size=8, num_train_epochs=2)
-    assert num_updates(stage, num_prompts=11) == 11
+    assert stage.num_updates(num_prompts=11) == 11
     again = stage.model_copy(update={"num_iterations": 3})
-    assert num_updates(again, num_prompts=11) == 33
+    assert again.num_updates(num_prompts=11) == 33
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("linear", [0, 0.5, 1, 0.5]), ("constant_with_warmup", [0, 0.5, 1, 1])])
