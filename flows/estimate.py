@@ -18,6 +18,7 @@ from flows.flow_run import FlowRun
 from flows.model_names import DATE, with_local_model
 from flows.steps import base_model, difficulty_inputs, evaluation_inputs, guard_config, guard_inputs, measured_at_start
 from grpo_tasks.content.markdown import as_markdown
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.planning.time_plan import FINISHED, Estimate, Rows, estimate, least_seconds
 from grpo_tasks.processes.child import RESULT, SPEC, run_module
 from grpo_tasks.running.orchestrator import run_logger, show_artifact, slots_of
@@ -64,6 +65,7 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
         log.info("not estimated: %s; %s", reason, work_of(config, rows, run.output))
         return
     log.info("estimating the run: a trial of a few seconds")
+    report(Progress("trying this machine"))
     names = slots_of(config.resources)
     try:
         with _held(names):

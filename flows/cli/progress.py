@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TextIO
 
-from grpo_tasks.kit.progress import Progress, duration, listening
+from grpo_tasks.kit.progress import Progress, listening
+from schemas.metrics import duration_text
 from schemas.secret import hide_output
 
 PAINT_S = 0.5
@@ -73,7 +74,7 @@ class _Shown:
     def line(self, width: int = 79) -> str:
         now, progress = time.monotonic(), self._progress
         if progress.left_s is None:
-            return f"{progress.line(width - 9)}, {duration(now - self._began)}"
+            return f"{progress.line(width - 9)}, {duration_text(now - self._began)}"
         # It goes down while the next report is awaited.
         return replace(progress, left_s=max(0.0, progress.left_s - (now - self._heard))).line(width)
 

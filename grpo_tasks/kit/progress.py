@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
+from schemas.metrics import duration_text
+
 STEADY_S = 2.0
 """Rate and time left are reported after this time: before it they say little."""
 
@@ -49,7 +51,7 @@ class Progress:
         number = f"{self.number}/{self.steps}" if self.steps else ""
         head = " ".join(filter(None, [number, self.step]))
         count = f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}" if self.done else ""
-        left = "" if self.left_s is None else f"{duration(self.left_s)} left"
+        left = "" if self.left_s is None else f"{duration_text(self.left_s)} left"
         figures = self.figures.split(", ") if self.figures else []
         for unit, kept in ((self.unit, len(figures)), *(("", kept) for kept in range(len(figures), -1, -1))):
             work = " ".join(filter(None, [self.doing, count, unit if count else ""]))
@@ -57,13 +59,6 @@ class Progress:
             if len(text) <= width:
                 return text
         return f"{text[: width - 3]}..."
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them: `40 s`, `12 min`, `2.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 Listener = Callable[[Progress], object]
