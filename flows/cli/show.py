@@ -70,9 +70,9 @@ def _show_table(section: Section, *, wide: bool) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
     fits = wide or total() <= out.width
     for number in shown:
-        side = "right" if columns[number] in section.right else "left"
+        name, width = columns[number], widths[number] if fits else None
         # Without a width, the widest columns are narrowed and their cells folded; none is cut.
-        table.add_column(escape(columns[number]), justify=side, overflow="fold", width=widths[number] if fits else None)
+        table.add_column(escape(name), justify="right" if name in section.right else "left", overflow="fold", width=width)
     for row in section.rows:
         table.add_row(*(escape(row[number]) for number in shown))
     (Console(width=max(out.width, total())) if wide else out).print(table)

@@ -113,7 +113,7 @@ def show_sweep(result: "SweepResult", *, wide: bool = False) -> None:
     from schemas.config.grid import short_names
 
     # Why a run ended is too long for a column.
-    pairs = zip(cells(result), result.lines, strict=True)
+    pairs = zip(cells(result, gap="\n"), result.lines, strict=True)
     rows = [row | {"ended": line.end.state if line.end is not None else ""} for row, line in pairs]
     names = short_names(list(result.lines[0].settings))
     columns = [name for name in rows[0] if any(row[name] for row in rows)]

@@ -105,17 +105,17 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
     return f"#/compare-runs?runs={quote(json.dumps(run_ids))}&experiments={quote(json.dumps([experiment_id]))}"
 
 
-def cells(result: SweepResult) -> list[dict[str, str]]:
-    """The runs as texts by column: what differs, whether it is the best, what came out, how long it took, how it ended."""
+def cells(result: SweepResult, *, gap: str = " ") -> list[dict[str, str]]:
+    """The runs as texts by column: what differs, whether it is the best, what came out (an interval behind `gap`), how it ended."""
     verdicts = result.verdicts()
-    return [_cells(line, verdicts.get(line.number, "")) for line in result.lines]
+    return [_cells(line, verdicts.get(line.number, ""), gap) for line in result.lines]
 
 
-def _cells(line: SweepLine, verdict: str) -> dict[str, str]:
+def _cells(line: SweepLine, verdict: str, gap: str) -> dict[str, str]:
     row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed), "verdict": verdict}, line.end
     for name in AT_A_GLANCE:
         found = end.figures.get(name) if end is not None else None
-        row[name.replace("_", " ")] = found.text(name) if found is not None else ""
+        row[name.replace("_", " ")] = found.text(name, gap=gap) if found is not None else ""
     row["time"] = f"{end.seconds:.0f} s" if end is not None else ""
     row["ended"] = "" if end is None else end.state if end.state == "finished" else f"{end.state}: {end.reason}"
     return row
