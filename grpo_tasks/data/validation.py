@@ -69,7 +69,8 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         verdict = judge(raw, config=config, counter=counter, markers=markers)
         # Completions without an answer are compared with no ground truth, so any text will do.
         how = config.completion.equality if config.completion.has_answer else "exact"
-        truths = find_unusable_truths(verdict.accepted, how)
+        patterns = [config.data.answer_pattern, *(one.answer_pattern for one in (*config.data.train, *config.data.eval))]
+        truths = find_unusable_truths(verdict.accepted, how, extracted=any(patterns))
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:

@@ -8,7 +8,9 @@ A row without ground truth has no perfect probe unless the user gives one (`lab.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -135,6 +137,10 @@ def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[R
 def wrong_answer(answer: str, equality: Equality) -> str:
     """An answer of the same kind that does not equal the given one."""
     number, letter = parse_number(answer), choice_letter(answer)
+    with suppress(ValueError):
+        if isinstance(value := json.loads(answer), dict) and value:
+            key = next(iter(value))
+            return json.dumps(value | {key: f"{value[key]} and something else"}, ensure_ascii=False)
     if equality == "choice" and letter is not None:
         return "B" if letter == "A" else "A"
     if equality != "choice" and number is not None:
@@ -278,7 +284,7 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
         made = []
         for row in chosen:
             prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
-            made.append({**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)})
+            made.append({**row.extra, "prompt": prompt, "answer": row.given_answer})
         return worker.gold_completions(gold, made)
     values = [row.extra.get(gold) for row in chosen]
     if all(value is None for value in values):

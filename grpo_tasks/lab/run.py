@@ -85,7 +85,12 @@ def run_lab(
             functions[name] = FunctionTrial(name, settings, probe_set, worker).run(longest)
     forecasts = _forecasts(config, base_samples or [], functions)
     judged, not_judged = check_judges(names, config.rewards)
-    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
+    hidden = {
+        name: row
+        for row in reversed(rows)
+        for name in row.extra.keys() & RESERVED
+        if name != "answer" or row.given_answer is not row.extra["answer"]
+    }
     detail = "reward functions do not receive the column {0}: one of their arguments has that name; rename the column"
     columns = [finding("data", "columns", detail.format(name), row, warn=True) for name, row in sorted(hidden.items())]
     checks = [*columns, *judged, *(check for function in functions.values() for check in function.checks)]

@@ -73,6 +73,8 @@ class Functions:
         spans = [one.pop("spans") for one in request["played"]]
         columns = sorted(request["columns"])
         arguments = call_arguments(request, notes, as_text=function.as_text)
+        if function.module and request["given_answers"]:
+            arguments["answer"] = request["given_answers"]
         try:
             scores, tokens = check_result(function.call(**arguments), lengths, spans)
             extras = notes.extras(len(lengths))

@@ -12,6 +12,7 @@ import pytest
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config.completion import CompletionConfig
 from schemas.prompts import PLAIN
 
 RIGHT = "<reasoning>\n15 + 27 = 42\n</reasoning>\n<answer>\n42\n</answer>\n"
@@ -289,6 +290,26 @@ def test_the_answer_is_a_list_where_the_data_lists_several(own_module, rewards_c
         scores = suite.score(batch)
     assert scores.raw[:2].tolist() == [[1.0, 1.0], [2.0, 1.0]]
     assert bool(scores.totals[2] != scores.totals[2])
+
+
+def test_functions_get_objects_and_built_in_ones_their_text(own_module, rewards_config, make_row):
+    own_module("""
+        def sees(completions, answer, **kwargs):
+            assert answer == [{"total": 1}, "free text", "42"], answer
+            return [1.0] * 3
+    """)
+    rows = [make_row(1, '{"total":1}'), make_row(2, None), make_row(3, "42")]
+    rows = [
+        replace(row, extra=extra)
+        for row, extra in zip(rows, ({"answer": {"total": 1}}, {"answer": "free text"}, {}), strict=True)
+    ]
+    batch = batch_of(rows, ['{"total": 1.0}', "free text", '{"total": 42}'], [[1]] * 3)
+    completion = CompletionConfig(format="json", equality="json")
+    names = ["sees", "correctness"]
+    with RewardSuite(rewards_config(sees={"function": "my_rewards:sees"}), names, completion=completion) as suite:
+        scores = suite.score(batch)
+    assert scores.raw[:2].tolist()[0] == [1.0, 1.0]
+    assert [score == score for score in scores.raw[:, 1]] == [True, False, True]
 
 
 def test_columns_of_log_extra_travel_with_the_scores(loaded, rewards_config, batch):
