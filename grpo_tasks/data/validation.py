@@ -149,11 +149,19 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
     for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
         rows = verdict.split(split).height
         if rows < minimum:
-            raise DataError(
-                f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}",
-                place=f"validation.min_{split}_rows",
-                fix="add data, or change data.eval_fraction" if split == "eval" else "add data",
-            )
+            left_out, fix = "", "add data, or change data.eval_fraction" if split == "eval" else "add data"
+            if copies := verdict.dropped.height:
+                repeat = "repeats an earlier one and is" if copies == 1 else "repeat an earlier one and are"
+                left_out = f": {copies:,} of {verdict.rows:,} rows {repeat} left out (data.duplicates: drop)"
+            if split == "eval" and copies and verdict.accepted.height == 1:
+                left_out += ", which leaves a single prompt"
+                same = f"data.eval: [{{path: {verdict.accepted['source'][0]}, max_rows: 1}}]"
+                fix = (
+                    "name other prompts in data.eval, or measure on the prompt that is trained on: "
+                    f"{same} and validation.ignore_rules: [leak_exact, leak_normalised]"
+                )
+            message = f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}{left_out}"
+            raise DataError(message, place=f"validation.min_{split}_rows", fix=fix)
 
 
 def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:

@@ -35,8 +35,8 @@ PERFECT = "perfect"
 WRONG_ANSWER = "wrong_answer_right_format"
 LISTING = "every_answer"
 CUT_OFF = "cut_off"
+BOXED = "boxed"
 
-LONG_CHARS = 1_000_000
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
@@ -82,6 +82,7 @@ def _any_format(row: PromptRow, completion: CompletionConfig, gold: str | None) 
             "control_characters": f"\x00\x1b[31m{text}\r\x7f",
             "other_scripts": f"计算 \u202e שלום 🧮\ufeff {text}",
             "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{text}",
+            BOXED: None if row.answer is None or completion.format == "boxed" else f"{text} {_boxed(row.answer)}",
             "code": f"{text} __import__('os').getpid()",
             "brackets": '{"a": [1, \\boxed{',
         },
@@ -128,6 +129,7 @@ def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[R
             "control_characters": f"\x00\x1b[31m{perfect}\r\x7f",
             "other_scripts": tags.block("计算 \u202e שלום 🧮\ufeff", answer),
             "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{perfect}",
+            BOXED: f"{work} {_boxed(answer)}",
             "code": tags.block(work, "__import__('os').getpid()"),
             "power_tower": tags.block(work, "9**9**9"),
         },
@@ -150,9 +152,8 @@ def wrong_answer(answer: str, equality: Equality) -> str:
     return other
 
 
-def long_texts(tags: TagsConfig, length: int | None = None) -> dict[str, str]:
-    """Completions of `length` (LONG_CHARS) characters by name. Each makes another kind of careless scan quadratic or worse."""
-    length = length or LONG_CHARS
+def long_texts(tags: TagsConfig, length: int) -> dict[str, str]:
+    """Completions of `length` characters by name. Each makes another kind of careless scan quadratic or worse."""
     marks = tags.in_order
     pieces = {
         "long_words": "one plus one is two and ",
@@ -179,6 +180,10 @@ def _working(row: PromptRow, tags: TagsConfig) -> str:
     for tag in tags.in_order:
         question = question.replace(tag, "")
     return f"The question is: {question[:200].strip()} Working it out step by step gives {row.answer}."
+
+
+def _boxed(answer: str) -> str:
+    return f"$\\boxed{{{answer}}}$"
 
 
 def _question(row: PromptRow) -> str:

@@ -153,6 +153,9 @@ class FunctionScores:
     """What the function passed to log_metric, averaged over the call."""
     extra: Annotated[dict[MetricName, list[ReportedExtra]], Field(max_length=MAX_EXTRAS)] = field(default_factory=dict)
     """What the function passed to log_extra: N values by column."""
+    computing_s: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0.0
+    """Of `seconds`, those in which the process and the children that it has ended computed: waiting does not count, nor what
+    else runs on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
