@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     _required("answer_pattern", "answer", "data.answer_pattern does not occur in the answer",
         "correct the pattern or the answer"),
     Rule("answer_has_tags", "answer", "the ground truth contains one of the completion's own tags",
-        "keep only the text between the tags, for example with data.answer_pattern"),
+        "keep only the text between the tags, for example with data.answer_pattern: '<answer>(.*?)</answer>'"),
     _required("task_name", "line",
         "the task is missing, or is no name of at most 64 letters, digits, dots, dashes and underscores",
         "fill the column, or set data.task_column"),

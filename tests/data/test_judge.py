@@ -1,19 +1,15 @@
 """A file with at least one planted fault for every rule: exactly those rows are quarantined, with line and reason."""
 
-import copy
 import json
 import re
 
 import polars as pl
 import pytest
 
-from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.data.judge import assign_splits
 from grpo_tasks.data.rules import BY_NAME, RULES
 from grpo_tasks.data.table import read_prompts
 from schemas.errors import ConfigError
-
-TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
 
 
 def ask(question, answer="1"):
@@ -77,14 +73,6 @@ PLANTED = [
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
     ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
 ]
-
-
-@pytest.fixture(scope="module")
-def strict(counter):
-    """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
-    tokenizer = copy.deepcopy(counter.tokenizer)
-    tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
-    return TokenCounter(tokenizer)
 
 
 @pytest.fixture
