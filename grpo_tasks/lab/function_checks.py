@@ -153,14 +153,13 @@ class FunctionTrial:
         )
 
     def _same_score(self, seen: Sequence[float | None]) -> LabCheck:
-        probes = self.probe_set.probes
-        boxed = {score for probe, score in zip(probes, seen, strict=False) if probe.kind == BOXED} - {None}
-        known = {one for at, one in enumerate(seen) if one is not None and not (at < len(probes) and probes[at].kind == BOXED)}
+        boxes = {at for at, probe in enumerate(self.probe_set.probes) if probe.kind == BOXED}
+        known = {score for at, score in enumerate(seen) if score is not None and at not in boxes}
         if len(known) > 1:
             return passed(self.name, "same_score")
         detail = f"gives every completion the same score, {min(known):g}" if known else "scores no completion"
-        if best := [score for score in boxed - known if score is not None]:
-            detail += f", and only an answer in \\boxed{{...}} another, {max(best):g}: it reads LaTeX, as math_verify does"
+        if boxed := {score for at in boxes if (score := seen[at]) is not None} - known:
+            detail += f", and only an answer in \\boxed{{...}} another, {max(boxed):g}: it reads LaTeX, as math_verify does"
             fix = "set completion.format: boxed, and ask for it: data.system_prompt: 'Put the final answer into \\boxed{}.'"
             return self.probe_set.finding(self.name, "same_score", detail, 0).model_copy(update={"fix": fix})
         # The user's module is read, not run.

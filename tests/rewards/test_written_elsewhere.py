@@ -5,10 +5,12 @@ RUNS     form -> scores for a right and a wrong completion
 REFUSED  form -> where it is refused, and with which sentence
 """
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from grpo_tasks.content.modules import cause_of
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
@@ -357,3 +359,34 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert nothing.raw[0, 0] != nothing.raw[0, 0]
     assert isinstance(fault, RewardFault)
     assert index == 3
+
+
+def test_a_fault_inside_a_library_names_the_users_line(own_module, refusal_of):
+    own_module("""
+        import json
+
+        SCORES = json.loads("{")
+
+        def mine(completions, **kwargs):
+            return [0.0] * len(completions)
+    """)
+    error = refusal_of(function="my_rewards:mine")
+    assert error.message.startswith("my_rewards cannot be imported: JSONDecodeError")
+    assert error.place.endswith("my_rewards.py:4 in <module>")
+    own_module("import json\n\ndef mine(completions:\n", name="unfinished")
+    assert refusal_of(function="unfinished:mine").place.endswith("unfinished.py:3")
+    own_module("import json\nimport no_such_library\n", name="importing")
+    assert refusal_of(function="importing:mine").place.endswith("importing.py:2 in <module>")
+    own_module(
+        "import json\n\nclass Mine:\n    def __init__(self):\n        json.loads('{')\n    def __call__(self): ...\n",
+        name="a_class",
+    )
+    assert refusal_of(function="a_class:Mine").place.endswith("a_class.py:5 in __init__")
+
+
+def test_code_for_a_gpu_runs_without_one_after_the_fix():
+    import torch
+
+    fix = cause_of(AssertionError("Torch not compiled with CUDA enabled"))
+    device = re.search(r"write \.to\((.*)\) instead of \.cuda\(\)", fix)[1]
+    assert torch.zeros(1).to(eval(device)).shape == (1,)
