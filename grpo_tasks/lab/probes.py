@@ -49,10 +49,16 @@ class Probe:
     text: str
 
 
-def make_probes(row: PromptRow, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
-    """All probes of one row; the perfect one first, where there is one: the user's own (`gold`), or made from the truth."""
+def make_probes(
+    row: PromptRow, completion: CompletionConfig, gold: str | None = None, *, form_suffices: bool = True
+) -> list[Probe]:
+    """All probes of one row; the perfect one first, where there is one: the user's own (`gold`), or made from the truth.
+
+    `form_suffices`: without a truth, any completion in the format is perfect, as far as there is one.
+    """
     if gold is not None or row.answer is None or not completion.has_blocks:
-        made = _any_format(row, completion, gold)
+        perfect = gold if gold is not None or (row.answer is None and not form_suffices) else perfect_text(row, completion)
+        made = _any_format(row, completion, perfect, own=gold is not None)
     else:
         made = _blocks(row, row.answer, completion)
     return [Probe(kind, role, text) for role, texts in made.items() for kind, text in texts.items() if text is not None]
@@ -65,11 +71,13 @@ def perfect_text(row: PromptRow, completion: CompletionConfig) -> str | None:
     return None if row.answer is None else completion.tags.block(_working(row, completion.tags), row.answer)
 
 
-def _any_format(row: PromptRow, completion: CompletionConfig, gold: str | None) -> dict[Role, dict[str, str | None]]:
-    """Probes of a row without ground truth, with a completion of the user's own, or in a format without both blocks."""
-    perfect, wrong = gold if gold is not None else perfect_text(row, completion), None
+def _any_format(
+    row: PromptRow, completion: CompletionConfig, perfect: str | None, *, own: bool
+) -> dict[Role, dict[str, str | None]]:
+    """Probes of a row without ground truth, with a perfect completion of the user's `own`, or in a format without both blocks."""
+    wrong = None
     text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
-    if row.answer is not None and gold is None:
+    if row.answer is not None and not own:
         wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
     return {
         "perfect": {PERFECT: perfect},
@@ -313,7 +321,10 @@ def make_probe_set(
     base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
     """Make the probes of the chosen rows, of which `golds` are the user's own good completions."""
-    made = [make_probes(row, config.completion, gold) for row, gold in zip(chosen, golds, strict=True)]
+    used = [resolved for stage in config.stages for name in stage.rewards if (resolved := config.rewards.resolve(name))]
+    # What a user's function or a judge wants of a row without ground truth is not known.
+    built_in = not any(one.judge is not None or ":" in (one.function or "") for one in used)
+    made = [make_probes(row, config.completion, gold, form_suffices=built_in) for row, gold in zip(chosen, golds, strict=True)]
     probes = [probe for group in made for probe in group]
     starts = [sum(map(len, made[:number])) for number in range(len(made))]
     rows_of_probes = [row for row, group in zip(chosen, made, strict=True) for _ in group]

@@ -73,11 +73,11 @@ def advice(forecasts: Sequence[SignalForecast]) -> list[str]:
     if first.share_with_signal >= MANY:
         fixes = "; ".join(f"rewards.functions.{name}.full_score: {score:g}" for name, score in first.full_scores.items())
         teach = f"They teach all the same: the completions of {first.share_with_signal:.0%} of the groups differ in reward."
-        unfit = "The full scores do not fit these rewards; pass rates (difficulty, keep_pass_rate) need others, training none:"
-        return [f"{counted}. {teach} {unfit} {fixes}"] if fixes else []
+        before = "Before you use pass rates (difficulty, keep_pass_rate) set"
+        return [f"{counted}: the full scores do not fit the rewards. {teach} {before} {fixes}"] if fixes else []
     if never + always == known:
         way_out = (
-            "add a reward that also pays for a part of the task (incremental_format), or easier rows"
+            "add a reward that also pays for a part of the task, or easier rows"
             if never > always
             else "take harder rows, or rewards that tell good completions from better ones"
         )

@@ -183,7 +183,7 @@ def _forecasts(
         fitting = {}
         for name, weight, configured in zip(stage.rewards, weights, full, strict=True):
             probes = functions[name].scores or []
-            fits = fitting_full_score(scores[name], [probes[index] for index in perfect])
+            fits = fitting_full_score(scores[name], [probes[index] for index in perfect], config.difficulty.success)
             too_high = made.pass_rates[0] >= made.pass_rates[-1]
             if weight > 0 and fits is not None and (fits < configured if too_high else fits > configured):
                 fitting[name] = fits
@@ -191,17 +191,21 @@ def _forecasts(
     return found
 
 
-def fitting_full_score(sampled: Sequence[float | None], perfect: Sequence[float | None]) -> float | None:
+def fitting_full_score(sampled: Sequence[float | None], perfect: Sequence[float | None], success: float) -> float | None:
     """A full score by which some completions are solved and others not; None where the scores of the samples say nothing.
 
-    What perfect completions earn, if samples earn less; otherwise the upper quartile of the samples.
+    What perfect completions earn, if samples earn less; otherwise one of which the upper quartile of the samples earns the share
+    `success`, from which a completion is solved.
     """
     seen = sorted(score for score in sampled if score is not None)
     earned = [score for score in perfect if score is not None]
-    choices = [*([min(earned)] if earned else []), *([seen[math.ceil(0.75 * len(seen)) - 1], seen[-1]] if seen else [])]
-    value = next((choice for choice in choices if seen and choice > seen[0]), None)
-    if not value:
-        return value
+    if earned and seen and min(earned) > seen[0]:
+        value = min(earned)
+    else:
+        upper = [seen[math.ceil(0.75 * len(seen)) - 1], seen[-1]] if seen else []
+        value = next((score / success if score > 0 else score for score in upper if score > seen[0]), 0.0)
+    if value == 0.0:
+        return None
     # Three digits, rounded down: the completions that earn it still reach it.
     digits = 2 - math.floor(math.log10(abs(value)))
     return round(math.floor(value * 10.0**digits) / 10.0**digits, max(0, digits))

@@ -350,7 +350,7 @@ def test_signal_of_parts_needs_no_advice_and_dead_groups_do(findings_of, rows):
     assert ("stage:s", "signal") in before
     partly = [sampled(row, "<reasoning>so</reasoning>", "no") for row in rows[:4]]
     assert "incremental" in FIXES["signal"]
-    assert "incremental_format" in advice(found.forecasts)[0]
+    assert "add a reward that also pays for a part of the task" in advice(found.forecasts)[0]
     after, _ = findings_of("", ["incremental_format", "correctness"], samples=partly, together=True)
     assert ("stage:s", "signal") not in after
 

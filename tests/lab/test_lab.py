@@ -308,6 +308,16 @@ def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     assert there.probes.equals(back.probes)
 
 
+def test_without_a_truth_any_object_is_perfect_for_format_alone(make_row):
+    row, completion = make_row(1, None), CompletionConfig(format="json", required=["total"])
+    assert make_probes(row, completion)[0].text == '{"total": "text"}'
+    assert {probe.role for probe in make_probes(row, completion, form_suffices=False)} == {"empty", "edge"}
+    truth = make_row(1, '{"total":10.5}')
+    kinds = {probe.kind: probe.text for probe in make_probes(truth, completion, form_suffices=False)}
+    assert kinds["perfect"] == truth.answer
+    assert json.loads(kinds["wrong_answer_right_format"]) == {"total": "10.5 and something else"}
+
+
 @pytest.mark.parametrize(
     ("answer", "equality"),
     [("42", "numeric"), ("-1,234.5", "numeric"), ("3/4", "math"), ("x+1", "math"), ("A", "choice"), ("yes", "exact")],
