@@ -199,6 +199,15 @@ def users_line(error: BaseException, module: str = "") -> str:
     return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in last)
 
 
+def added_code(module: str, name: str, made: str, code: Sequence[str], folders: Sequence[Path]) -> str:
+    """A fix that adds `made`, which calls `name` of a module: to it, or to one of the user's own where it is installed."""
+    if module in own_modules(module, folders):
+        return "\n".join([f"add this to its module, and name it: function: '{module}:{made}'", "", *code])
+    imports = f"from {module} import {name.partition('.')[0]}"
+    where = f"write my_rewards.py next to the config, and name it: function: 'my_rewards:{made}'"
+    return "\n".join([where, "", imports, "", "", *code])
+
+
 def cause_of(error: BaseException) -> str:
     """What to change in a user's code, for errors whose text does not say it; empty for others."""
     name = error.filename if isinstance(error, FileNotFoundError) else None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_tasks.content.modules import own_modules
+from grpo_tasks.content.modules import added_code, own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
 from grpo_tasks.lab.probes import BOXED, PERFECT, ProbeSet, finding, long_texts, passed, perfect_text, probe_batch
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, shorten
@@ -147,9 +147,9 @@ class FunctionTrial:
         module, _, name = (self.config.function or "").partition(":")
         lines = [f"    columns[{column!r}] = [f'${{one}}$' for one in columns[{column!r}]]" for column in latex]
         code = [f"def {name}_latex(completions, **columns):", *lines, f"    return {name}(completions=completions, **columns)"]
-        wrap = "\n".join([f"put the ground truths between two $, and name function: '{module}:{name}_latex'", "", *code])
+        fix = added_code(module, name, f"{name}_latex", code, probe_set.rewards.module_dirs())
         return check.model_copy(
-            update={"detail": f"{detail}; it scores them when the ground truth is written as LaTeX, $...$", "fix": wrap}
+            update={"detail": f"{detail}; it scores them when the ground truth is written as LaTeX, $...$", "fix": fix}
         )
 
     def _same_score(self, seen: Sequence[float | None]) -> LabCheck:

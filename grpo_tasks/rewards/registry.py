@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.content.modules import cause_of, import_object, users_line
+from grpo_tasks.content.modules import added_code, cause_of, import_object, users_line
 from grpo_tasks.judging.judge import Judge
 from grpo_tasks.processes.worker_main import awaited
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
@@ -57,7 +57,8 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         # A data column that happens to be named max_length must not set the parameter of that name.
         return RewardFunction(_bind(function, bound, known - _GIVEN))
     path = reward.function or name
-    found, params = _made(import_object(path, rewards.module_dirs(), place=place), path, reward.params, place=place)
+    folders = rewards.module_dirs()
+    found, params = _made(import_object(path, folders, place=place), path, reward.params, place=place, folders=folders)
     parameters = _parameters(found)
     # None: it accepts every name, or cannot be asked.
     accepted = None
@@ -96,7 +97,7 @@ def _bind(
 
 
 def _made(
-    found: Callable[..., Any], path: str, params: Mapping[str, Any], *, place: str
+    found: Callable[..., Any], path: str, params: Mapping[str, Any], *, place: str, folders: Sequence[Path]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function itself: an instance of a class, what a factory returns, or what was found; and the params that are left."""
     parameters = _parameters(found)
@@ -105,7 +106,7 @@ def _made(
         raise ConfigError(
             f"{path} scores one completion at a time (its parameter {single[0]}), and reward functions take lists, as in TRL",
             place=place,
-            fix=_for_each(found, path, parameters, single[0]),
+            fix=_for_each(found, path, parameters, single[0], folders),
         )
     if inspect.isclass(found):
         if not any("__call__" in vars(base) for base in found.__mro__[:-1]):
@@ -124,7 +125,9 @@ def _made(
     return made, {}
 
 
-def _for_each(function: Callable[..., Any], path: str, parameters: Sequence[inspect.Parameter], single: str) -> str:
+def _for_each(
+    function: Callable[..., Any], path: str, parameters: Sequence[inspect.Parameter], single: str, folders: Sequence[Path]
+) -> str:
     """A function of lists around one for a single completion, as code with what to name in the config."""
     module, _, name = path.partition(":")
     try:
@@ -155,7 +158,7 @@ def _for_each(function: Callable[..., Any], path: str, parameters: Sequence[insp
         "        for i in range(len(completions))",
         "    ]",
     ]
-    return "\n".join([f"add this below it, and name it: function: '{module}:{made}'", "", *lines])
+    return added_code(module, name, made, lines, folders)
 
 
 def _call_maker(maker: Callable[..., Any], what: str, params: Mapping[str, Any], *, place: str) -> Callable[..., Any]:

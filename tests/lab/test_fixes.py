@@ -209,6 +209,21 @@ def test_the_printed_function_scores_what_one_for_a_single_completion_does(
     assert outcome.scores == [1.0, 0.0]
 
 
+def test_a_function_of_a_library_is_called_from_a_module_of_ones_own(tmp_path, monkeypatch, worker_of_source, make_row):
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / f"verl_{tmp_path.name}.py").write_text(textwrap.dedent(HEAD + SINGLE))
+    monkeypatch.syspath_prepend(library)
+    config = {"functions": {"mine": {"function": f"verl_{tmp_path.name}:of_messages"}}}
+    worker = InProcessWorker(RewardsConfig.model_validate(config), ["mine"])
+    with pytest.raises(ConfigError) as refused:
+        worker.__enter__()
+    assert "my_rewards.py" in refused.value.fix
+    made, code = named_code(refused.value.fix)
+    outcome = worker_of_source(code, made).call(made, batch_of([make_row(1), make_row(2)], [RIGHT, WRONG], [[1], [1]]), 30.0)
+    assert outcome.scores == [1.0, 0.0]
+
+
 @pytest.fixture
 def worker_of_source(tmp_path, monkeypatch):
     """A worker in the process of the test with functions of a source."""
