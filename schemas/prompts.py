@@ -41,6 +41,16 @@ class PromptRow:
         return self.answers or (() if self.answer is None else (self.answer,))
 
     @property
+    def given_answer(self) -> Any:
+        """What a user's function receives as `answer`: the ground truth, or a list of several. Objects, and the column `answer`
+        of a row without ground truth, are given as they stand in the data."""
+        own = self.extra.get("answer")
+        holds_object = any(isinstance(one, Mapping) for one in (own if isinstance(own, list) else [own]))
+        if holds_object or self.answer is None:
+            return own
+        return self.answer if self.answers is None else list(self.answers)
+
+    @property
     def plain(self) -> bool:
         """Whether the prompt is a string in TRL's standard format, and not chat messages."""
         return self.messages[0]["role"] == PLAIN

@@ -10,7 +10,7 @@ from flows.cli.environment import checked_config, named_config, prepare_environm
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set, Wide
 from flows.cli.progress import shown_progress
 from flows.cli.show import say, show
-from grpo_tasks.lab.report import advice, opinions
+from grpo_tasks.lab.report import advice, fixes, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
@@ -194,7 +194,8 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
         report: DataReport = _one_step("validate", "reading the data", settings, device=False, fresh=fresh)
         say(
             f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
-            f"{report.quarantined:,} quarantined",
+            f"{report.quarantined:,} quarantined"
+            + (f", {report.duplicates:,} left out as duplicates" if report.duplicates else ""),
             *(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})" for rule in report.rules if rule.rows),
         )
         lengths = report.prompt_tokens
@@ -213,7 +214,7 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
         if found:
             rows = [(where, check, f"{what} ({probe})" if probe else what) for where, check, what, probe in found]
             show(Section(columns=("where", "check", "found"), rows=rows))
-            say(what_to_do)
+            say(*(f"  fix {line}" for line in fixes(report.checks)), what_to_do)
         for forecast in report.forecasts:
             say(
                 f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "

@@ -4,10 +4,12 @@
     numeric  exactly the same value              (numerals.py)
     math     the same mathematical expression    (expressions.py)
     choice   the same letter of a multiple choice; the text of an option is not matched against its letter
+    json     the same JSON value, whatever the order of its keys and the form of its numbers; what is no JSON counts as exact text
 
 A blank prediction equals nothing, not even a blank ground truth. A listing such as `42 43 44` equals no number.
 """
 
+import json
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ from collections.abc import Iterable
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.extraction import is_blank
 from grpo_tasks.answers.numerals import parse_number, rounding
+from grpo_tasks.answers.objects import finite_number, unique_keys
 from schemas.config.completion import Equality
 
 MAX_ANSWER_CHARS = 10_000
@@ -37,19 +40,36 @@ def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
     prediction, truth = prediction.strip(), truth.strip()
     if len(prediction) > MAX_ANSWER_CHARS or is_blank(prediction) or is_blank(truth):
         return False
-    if how == "exact":
+    if how in ("exact", "json"):
         # NFC, because the same accented letter may be written as one code point or as two.
-        return unicodedata.normalize("NFC", prediction) == unicodedata.normalize("NFC", truth)
+        given, expected = (unicodedata.normalize("NFC", text) for text in (prediction, truth))
+        return given == expected or (
+            how == "json" and _json_form(given) is not None and _json_form(given) == _json_form(expected)
+        )
     if how == "choice":
         letter = choice_letter(prediction)
         return letter is not None and letter == choice_letter(truth)
-    number, expected = parse_number(prediction), parse_number(truth)
+    number, value = parse_number(prediction), parse_number(truth)
     if how == "numeric":
-        return number is not None and number == expected
-    if number is not None and expected is not None:
+        return number is not None and number == value
+    if number is not None and value is not None:
         # Two plain numbers need no sympy, which takes a thousand times as long.
-        return number == expected or abs(number - expected) <= rounding(prediction, truth)
+        return number == value or abs(number - value) <= rounding(prediction, truth)
     return prediction == truth or expressions_equal(prediction, truth)
+
+
+def _json_form(text: str) -> str | None:
+    """A JSON text with its keys in order and whole numbers as integers; None for any other text."""
+
+    def number(digits: str) -> float | int:
+        value = finite_number(digits)
+        return int(value) if value.is_integer() else value
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_float=number, parse_constant=finite_number)
+    except (ValueError, RecursionError):
+        return None
+    return json.dumps(value, sort_keys=True)
 
 
 def equals_any(prediction: str, truths: Iterable[str], how: Equality) -> bool:

@@ -9,6 +9,7 @@ equals nothing, and every built-in reward gives its lowest score when `Extractio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extraction import Extraction, is_blank, last_number
 from grpo_tasks.answers.objects import check_schema, read_object, write_object
 from grpo_tasks.answers.patterns import check_pattern, read_pattern, write_pattern
@@ -46,14 +47,17 @@ def perfect_completion(
 ) -> str | None:
     """A completion from which `extract` reads this answer in the strict format; None when none can be made.
 
-    Without an answer (a row without ground truth) only a JSON object can be made. `reasoning` must not hold the format's marks.
+    Without an answer (a row without ground truth) only a JSON object can be made. Without `answer_key` a JSON object is the whole
+    answer. `reasoning` must not hold the format's marks.
     """
     answer = None if answer is None else answer.strip()
     if answer is None and completion.has_answer:
         return None
     for text in FORMATS[completion.format].write(answer or "", reasoning, completion):
         found = extract(text, completion)
-        if found.strict_format and found.answer == answer:
+        read = found.answer if answer is None or completion.has_answer else text
+        equal = read == answer or (completion.format == "json" and answers_equal(read or "", answer or "", "json"))
+        if found.strict_format and equal:
             return text
     return None
 

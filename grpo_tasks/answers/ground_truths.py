@@ -4,6 +4,7 @@ A ground truth that does not equal itself equals nothing: text under `numeric`, 
 letter by letter, so it only causes a warning.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -25,6 +26,18 @@ _DEFECT = {
     "choice": "are not letters of a multiple choice",
 }
 _SHOWN_CHARS = 60
+_TRIED = 500  # answers that a pattern is tried on
+PATTERNS = (
+    (r"#### (.+)", "the text after the last ####, as in GSM8K"),
+    (r"\\boxed\{([^{}]*)\}", r"the content of \boxed{}"),
+    (r"(?s)<answer>\s*(.*?)\s*</answer>", "the text between <answer> and </answer>"),
+    (r"(?i)\banswer is:?\s*(.+?)\.?\s*$", "the text after `answer is`"),
+)
+"""Marks of the final answer inside a worked solution, in the syntax of Rust's linear-time regular expressions."""
+FORMULA, NUMBER = (r"\$([^$]+)\$", "the last text between two $"), (r"(-?\d[\d,]*(?:\.\d+)?)", "the last number")
+"""What is proposed only where it makes the answers comparable."""
+MATCHED = 0.95
+"""Share of the answers in which a pattern must occur."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,7 @@ class UnusableTruths:
     """Rows checked: all of them, unless the column has more distinct ground truths than MAX_DISTINCT."""
     first: str
     """With file and line of its row."""
+    fix: str = ""
 
     @property
     def warning(self) -> str:
@@ -46,7 +60,7 @@ class UnusableTruths:
         effect = "are right only when the text is identical" if self.how == "math" else "can never be right"
         return (
             f"{self.count:,} of {self.of:,} answers {_DEFECT[self.how]} ({self.first}) and {effect} "
-            f"under completion.equality: {self.how}; {_fix(self.how)}"
+            f"under completion.equality: {self.how}; {self.fix}"
         )
 
     def enforce(self) -> None:
@@ -55,17 +69,18 @@ class UnusableTruths:
             raise DataError(
                 f"none of the {self.of:,} answers can ever be right: all {_DEFECT[self.how]} ({self.first})",
                 place=f"completion.equality: {self.how}",
-                fix=_fix(self.how),
+                fix=self.fix,
             )
 
 
-def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
+def find_unusable_truths(rows: pl.DataFrame, how: Equality, *, extracted: bool = False) -> UnusableTruths:
     """Check the ground truths of accepted rows, each distinct one once. Of several right answers of a row one usable is enough.
 
     `rows` has the columns answer (null for a row without ground truth), source and line, and answers where rows list several.
+    `extracted`: a pattern has taken them out of a longer text, so none is proposed.
     """
     rows = rows.filter(pl.col("answer").is_not_null())
-    if how == "exact":
+    if how in ("exact", "json"):
         return UnusableTruths(how, 0, rows.height, "")
     listed = pl.coalesce("answers", pl.concat_list("answer")) if "answers" in rows.columns else pl.concat_list("answer")
     truths = rows.select(row=pl.int_range(pl.len()), truth=listed).explode("truth")
@@ -91,9 +106,28 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     for answer, source, line in found.select("answer", "source", "line").head(1).iter_rows():
         shown = answer if len(answer) <= _SHOWN_CHARS else answer[: _SHOWN_CHARS - 1] + "…"
         first = f"first {shown!r} in {row_place(source, line)}"
-    return UnusableTruths(how, found.height, int(by_row["checked"].sum()), first)
+    fix = _fix(bad.to_list(), how, extracted=extracted) if found.height else ""
+    return UnusableTruths(how, found.height, int(by_row["checked"].sum()), first, fix)
 
 
-def _fix(how: Equality) -> str:
-    extract = ", or data.answer_pattern to extract the number from the text" if how == "numeric" else ""
-    return f"set completion.equality: exact to compare text{extract}"
+def find_pattern(answers: Sequence[str], how: Equality | None = None) -> tuple[str, str] | None:
+    """The pattern that marks the ground truth in nearly all answers, and what it takes; None when the answer is bare.
+
+    With `how`: one that takes something that this equality can compare.
+    """
+    column = pl.Series("answer", answers, dtype=pl.String)
+    for pattern, meaning in PATTERNS if how is None else (*PATTERNS, FORMULA, NUMBER):
+        taken = column.str.extract_all(pattern).list.last().str.extract(pattern, 1).drop_nulls()
+        usable = [text for text in taken if how is None or answers_equal(text, text, how)]
+        if len(column) and len(usable) >= MATCHED * len(column):
+            return pattern, meaning
+    return None
+
+
+def _fix(truths: Sequence[str], how: Equality, *, extracted: bool) -> str:
+    """What makes these ground truths comparable, tried on them before it is proposed."""
+    if all(truth.startswith("{") for truth in truths):
+        return "set completion.equality: json and remove completion.answer_key, to compare whole JSON objects"
+    pattern = None if extracted else find_pattern(truths[:_TRIED], how)
+    extract = f"set data.answer_pattern: '{pattern[0]}', which takes {pattern[1]}, or " if pattern else ""
+    return f"{extract}set completion.equality: exact to compare text"

@@ -2,7 +2,8 @@
 
 strict    the trimmed completion is an object, or has exactly one fenced block, which holds one, with nothing after the fence. The
           object names no key twice, has every key of `required` and fits `json_schema`
-answer    the value of `answer_key`: text as it stands, anything else as compact JSON; null is none
+answer    the value of `answer_key`: text as it stands, anything else as compact JSON; null is none. Without a key: with equality
+          json the whole object, else none
 lenient   the same key from the first { to the last }, or in the last fenced block
 
 NaN, Infinity, numbers of thousands of digits, and text beyond MAX_JSON_CHARS or MAX_DEPTH are no JSON.
@@ -44,8 +45,8 @@ def read_object(text: str, completion: CompletionConfig) -> Extraction:
         before, _, block = strict.removesuffix(FENCE).partition(FENCE)
         strict = block.removeprefix("json") if strict.count(FENCE) == 2 and strict.endswith(FENCE) else ""
     found = _parse(strict)
-    answer = _answer(found, completion.answer_key)
-    lenient = answer if found is not None else _answer(_lenient_object(text), completion.answer_key)
+    answer = _answer(found, completion)
+    lenient = answer if found is not None else _answer(_lenient_object(text), completion)
     empty = is_blank(text) or found == {} or (found is not None and completion.answer_key is not None and answer is None)
     keeps_rules = (
         found is not None
@@ -77,13 +78,14 @@ def _parse(text: str) -> JsonObject | None:
     if len(text) > MAX_JSON_CHARS or not text.startswith("{") or nesting(text, "{[", "}]") > MAX_DEPTH:
         return None
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+        found = json.loads(text, object_pairs_hook=unique_keys, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
+def unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
+    """An object of a JSON text; ValueError where a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         # {"answer": 1, "answer": 2} lists answers.
@@ -91,16 +93,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     return found
 
 
-def _finite(digits: str) -> float:
+def finite_number(digits: str) -> float:
+    """A number of a JSON text; ValueError where it is not finite."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits} is no JSON")
     return number
 
 
-def _answer(found: JsonObject | None, key: str | None) -> str | None:
-    """The value of the key as text; None where there is none, or a blank one."""
-    value = found.get(key) if found is not None and key is not None else None
+def _answer(found: JsonObject | None, completion: CompletionConfig) -> str | None:
+    """The value of the key, or the whole object, as text; None where there is none, or a blank one."""
+    if completion.answer_key is None:
+        value: Any = found if completion.equality == "json" else None
+    else:
+        value = (found or {}).get(completion.answer_key)
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -198,7 +204,10 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def write_object(answer: str, _: str, completion: CompletionConfig) -> Iterator[str]:
-    """Objects with the answer as text, and as the number, boolean or list that the text spells."""
+    """Objects with the answer as text, and as the number, boolean or list that the text spells; the object that it spells."""
+    if completion.answer_key is None and answer.startswith("{"):
+        yield answer
+        return
     schema = completion.json_schema or {}
     made = _instance(schema, schema)
     found = made if isinstance(made, dict) else {}

@@ -158,9 +158,8 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{name} imports {error.name}, which is not installed", place=place, fix=f"install {error.name}"
-            ) from error
+            message = f"{name} imports {error.name}, which is not installed"
+            raise ConfigError(message, place=f"{place}; {users_line(error)}", fix=f"install {error.name}") from error
         files = [path.stem for folder in folders for path in folder.glob("*.py")]
         files += [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
         near = difflib.get_close_matches(name.partition(".")[0], files, n=1)
@@ -171,9 +170,54 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
         )
         raise ConfigError(f"there is no module {error.name}", place=place, fix=hint) from error
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="fix that line") from error
+        raise ConfigError(message, place=f"{place}; {users_line(error)}", fix=cause_of(error) or "fix that line") from error
+
+
+OURS = str(Path(__file__).parents[1])
+_NO_GPU = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "No HIP GPUs")
+
+
+def users_line(error: BaseException, module: str = "") -> str:
+    """File, line and function of the user's code that an error came from: the innermost in the folder of the user's `module`, or
+    else outside of libraries and of this package. The error may have arisen in a library that this line calls."""
+
+    def is_library(file: str, home: str) -> bool:
+        # What lies below `home` is not installed, unless an environment lies there.
+        below = file[len(home) :]
+        return "site-packages" in below or "dist-packages" in below or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(OURS)] or frames
+    file = getattr(sys.modules.get(module), "__file__", None)
+    home = str(Path(file).parent) if file else ""
+    inside = [frame for frame in foreign if home and frame.filename.startswith(home) and not is_library(frame.filename, home)]
+    chosen = inside or [frame for frame in foreign if not is_library(frame.filename, "")]
+    if not chosen and isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    last = (chosen or foreign)[-1:]
+    return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in last)
+
+
+def added_code(module: str, name: str, made: str, code: Sequence[str], folders: Sequence[Path]) -> str:
+    """A fix that adds `made`, which calls `name` of a module: to it, or to one of the user's own where it is installed."""
+    if module in own_modules(module, folders):
+        return "\n".join([f"add this to its module, and name it: function: '{module}:{made}'", "", *code])
+    imports = f"from {module} import {name.partition('.')[0]}"
+    where = f"write my_rewards.py next to the config, and name it: function: 'my_rewards:{made}'"
+    return "\n".join([where, "", imports, "", "", *code])
+
+
+def cause_of(error: BaseException) -> str:
+    """What to change in a user's code, for errors whose text does not say it; empty for others."""
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(name, str) and not Path(name).is_absolute():
+        beside = f"Path(__file__).parent / {name!r} starts at the module"
+        return f"a relative path starts where grpo was called, here at {Path.cwd()}: {beside}"
+    if any(words in str(error) for words in _NO_GPU):
+        device = '"cuda" if torch.cuda.is_available() else "cpu"'
+        return f"there is no GPU for this process: write .to({device}) instead of .cuda()"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

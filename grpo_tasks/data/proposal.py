@@ -15,7 +15,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.answers.ground_truths import find_pattern, find_unusable_truths
 from grpo_tasks.data.normalise import normalise_column
 from grpo_tasks.data.sources import ROWS, load_sources, preview
 from grpo_tasks.data.validation import Origin, validate_rows
@@ -46,15 +46,6 @@ COMPLETION_TOKENS = 128
 MOST_PROMPT_TOKENS = 2048 - COMPLETION_TOKENS
 """What the context of the embedded model leaves."""
 MOST_REFUSED = 0.5
-PATTERNS = (
-    (r"#### (.+)", "the text after the last ####, as in GSM8K"),
-    (r"\\boxed\{([^{}]*)\}", r"the content of \boxed{}"),
-    (r"(?s)<answer>\s*(.*?)\s*</answer>", "the text between <answer> and </answer>"),
-    (r"(?i)\banswer is:?\s*(.+?)\.?\s*$", "the text after `answer is`"),
-)
-"""Marks of the final answer inside a worked solution, in the syntax of Rust's linear-time regular expressions."""
-MATCHED = 0.95
-"""Share of the answers in which a pattern must occur."""
 _LONGEST_CHOICE = 3
 _HELD_OUT = ("test", "eval", "validation", "valid", "dev")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
@@ -246,15 +237,6 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, col
         reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in report.rules if rule.rows],
         max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(report.prompt_tokens.max / 32)),
     )
-
-
-def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
-    """The pattern that marks the ground truth in nearly all answers, and what it takes; None when the answer is bare."""
-    column = pl.Series("answer", answers, dtype=pl.String)
-    for pattern, meaning in PATTERNS:
-        if len(column) and int(column.str.contains(pattern).sum()) >= MATCHED * len(column):
-            return pattern, meaning
-    return None
 
 
 def find_equality(truths: Sequence[str]) -> Equality:

@@ -1,8 +1,8 @@
 """One record of a source -> one raw row: question, messages or plain prompt, answers as text, the other columns as JSON.
 
 A row asks by data.question (a template), else prompt, else question, else messages, whichever it has first. Answers are text and
-numbers as they are, true and false as in JSON, dates in ISO 8601, or a list of several right ones. Checks structure only, and
-never raises for a bad record: what cannot be represented becomes a fault of the row.
+numbers as they are, true and false as in JSON, objects as compact JSON, dates in ISO 8601, or a list of several right ones.
+Checks structure only, and never raises for a bad record: what cannot be represented becomes a fault of the row.
 """
 
 import math
@@ -99,7 +99,12 @@ def read_row(record: Record, columns: Columns) -> RawRow:
     question = text = None
     messages = _Messages()
     # A function may ask for the ground truth by the column's own name (`solution`), unextracted, as it would get it in TRL.
-    used = {columns.answer} if columns.answer in (None, "answer") else set()
+    # Objects, and answers that are no ground truth, stay for it as they are (PromptRow.given_answer).
+    used: set[str | None] = set()
+    if columns.answer is not None and _holds_object(fields.get(columns.answer)):
+        fields = {**fields, "answer": fields[columns.answer]}
+    elif columns.answer == "answer":
+        used.add("answer")
     prompt = fields.get(columns.prompt) if columns.template is None else None
     if prompt is not None:
         used.add(columns.prompt)
@@ -211,16 +216,29 @@ def _answers(value: object, faults: list[Fault]) -> tuple[str | None, Sequence[s
     if value is None or isinstance(value, str):
         return value, None
     if not isinstance(value, list | tuple):
-        text = _as_text(value)
+        text = _as_answer(value)
         if text is None:
             faults.append(Fault("answer_type", short_json(value)))
         return text, None
-    texts = [_as_text(one) for one in value]
+    texts = [_as_answer(one) for one in value]
     known = [text for text in texts if text is not None]
     if len(known) < len(texts):
         faults.append(Fault("answer_type", short_json(value)))
         return None, None
     return (known[0], known) if known else (None, None)
+
+
+def _holds_object(value: object) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value))
+
+
+def _as_answer(value: object) -> str | None:
+    if not isinstance(value, Mapping):
+        return _as_text(value)
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    except (TypeError, ValueError):
+        return None  # nested more than 254 levels deep
 
 
 def _as_text(value: object) -> str | None:

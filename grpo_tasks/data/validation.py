@@ -69,7 +69,8 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         verdict = judge(raw, config=config, counter=counter, markers=markers)
         # Completions without an answer are compared with no ground truth, so any text will do.
         how = config.completion.equality if config.completion.has_answer else "exact"
-        truths = find_unusable_truths(verdict.accepted, how)
+        patterns = [config.data.answer_pattern, *(one.answer_pattern for one in (*config.data.train, *config.data.eval))]
+        truths = find_unusable_truths(verdict.accepted, how, extracted=any(patterns))
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
@@ -148,11 +149,19 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
     for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
         rows = verdict.split(split).height
         if rows < minimum:
-            raise DataError(
-                f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}",
-                place=f"validation.min_{split}_rows",
-                fix="add data, or change data.eval_fraction" if split == "eval" else "add data",
-            )
+            left_out, fix = "", "add data, or change data.eval_fraction" if split == "eval" else "add data"
+            if copies := verdict.dropped.height:
+                repeat = "repeats an earlier one and is" if copies == 1 else "repeat an earlier one and are"
+                left_out = f": {copies:,} of {verdict.rows:,} rows {repeat} left out (data.duplicates: drop)"
+            if split == "eval" and copies and verdict.accepted.height == 1:
+                left_out += ", which leaves a single prompt"
+                same = f"data.eval: [{{path: {verdict.accepted['source'][0]}, max_rows: 1}}]"
+                fix = (
+                    "name other prompts in data.eval, or measure on the prompt that is trained on: "
+                    f"{same} and validation.ignore_rules: [leak_exact, leak_normalised]"
+                )
+            message = f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}{left_out}"
+            raise DataError(message, place=f"validation.min_{split}_rows", fix=fix)
 
 
 def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:

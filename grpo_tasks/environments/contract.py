@@ -87,8 +87,7 @@ def with_tools(rollout: RolloutConfig, schemas: Sequence[Mapping[str, Any]]) -> 
 
 def row_columns(row: PromptRow) -> dict[str, Any]:
     """What an environment gets of a row: its columns, by their names."""
-    answer = row.answer if row.answers is None else list(row.answers)
-    own = {"messages": [dict(message) for message in row.messages], "answer": answer}
+    own = {"messages": [dict(message) for message in row.messages], "answer": row.given_answer}
     return {**row.extra, **own, **({"task": row.task} if row.task else {})}
 
 

@@ -15,14 +15,13 @@ import inspect
 import json
 import math
 import re
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest.mock import patch
 
-from grpo_tasks.content.modules import import_object
+from grpo_tasks.content.modules import cause_of, import_object, users_line
 from grpo_tasks.processes.worker_main import awaited
 from schemas.config.rollout import InteractionConfig
 from schemas.errors import ConfigError, UserError
@@ -30,6 +29,14 @@ from schemas.errors import ConfigError, UserError
 Schema = dict[str, Any]
 Form = Literal["tools", "methods", "steps"]
 
+_OF_A_ROLLOUT = {"prompts", "prompt", "completions", "completion", "messages", "trainer", "client", "model", "tokenizer"}
+_A_CLASS = """class Answering:
+    def reset(self, row, seed):
+        self.row = row  # its columns; return messages to begin otherwise than the row
+
+    def step(self, completion):
+        right = str(self.row["answer"]) in completion
+        return {"messages": [], "done": True, "reward": float(right)}"""
 _EXAMPLE = 'a description, then "Args:" with a line "    NAME: what it is" for each argument'
 
 
@@ -163,6 +170,17 @@ def import_all(config: InteractionConfig, *, with_schemas: bool) -> tuple[Import
 
 
 def _probe(make: Callable[[], Any], maker: Callable[..., Any], config: InteractionConfig, place: str) -> Any:
+    path = config.environment or ""
+    asked = (
+        inspect.signature(maker).parameters.keys() & _OF_A_ROLLOUT - config.settings.keys() if inspect.isfunction(maker) else ()
+    )
+    if asked:
+        raise ConfigError(
+            f"{path} is a function that samples by itself (its parameter {min(asked)}), like TRL's rollout_func; here the run "
+            "samples, and an environment is a class with reset and step, which answers each turn",
+            place=place,
+            fix=f"write a class, and name it: environment: '{path.partition(':')[0]}:Answering'\n\n{_A_CLASS}",
+        )
     try:
         inspect.signature(maker).bind(**config.settings)
     except TypeError as error:
@@ -175,9 +193,9 @@ def _probe(make: Callable[[], Any], maker: Callable[..., Any], config: Interacti
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{config.environment} cannot be made: {describe(error)}"
-        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct it, or its settings") from error
+        fix = cause_of(error) or "correct it, or its settings"
+        raise ConfigError(message, place=f"{place}; {users_line(error, maker.__module__)}", fix=fix) from error
 
 
 def _refuse_ambiguous(instance: Any, name: str, place: str) -> None:

@@ -240,9 +240,8 @@ def _finder(rows: Sequence[PromptRow], settings: DemonstrationsConfig) -> Callab
 
         def call(row: PromptRow) -> Any:
             prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
-            answer = row.answer if row.answers is None else list(row.answers)
             try:
-                return function({**row.extra, "prompt": prompt, "answer": answer})
+                return function({**row.extra, "prompt": prompt, "answer": row.given_answer})
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 place = f"{Path(last.filename).name}:{last.lineno}"

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_tasks.content.modules import own_modules
+from grpo_tasks.content.modules import added_code, own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
-from grpo_tasks.lab.probes import PERFECT, ProbeSet, finding, long_texts, passed, perfect_text, probe_batch
+from grpo_tasks.lab.probes import BOXED, PERFECT, ProbeSet, finding, long_texts, passed, perfect_text, probe_batch
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
@@ -19,13 +19,13 @@ from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck
 
 CHARS_PER_TOKEN = 4
-LONG_TEXT_FACTOR = 10.0
-"""A completion of a million characters may take this many times the limit."""
-LONG_TEXT_WAIT = 10.0
-"""It is given up after this many times what it may take: a hang on it does not stop a run, so it need not be waited for."""
+LENGTH_MARGIN = 4
+"""Tokens may be longer than CHARS_PER_TOKEN: speed is tried on texts this many times as long, which may take as many times the
+limit."""
 MAX_SPEED_TRIES = 3
-"""How often a call that is too slow is timed: on a busy machine the first time may be the machine's fault."""
+"""How often a call that is too slow is timed: the first one may load a model or fill a cache."""
 SAME_SCORE = 1e-9
+ORDINARY = "ordinary length"
 MAX_NAMED_TAGS = 4
 
 _TAG = re.compile(r"</([A-Za-z_][\w-]{0,30})>")
@@ -75,7 +75,8 @@ class FunctionTrial:
         if is_judge:
             detail = f"{len(outcome.scores) + len(base_scores or [])} completions"
             return FunctionFindings([passed(self.name, "contract", detail)], scores, base_scores)
-        texts = long_texts(probe_set.completion.tags, CHARS_PER_TOKEN * max_completion_length)
+        chars = CHARS_PER_TOKEN * max_completion_length
+        texts = long_texts(probe_set.completion.tags, chars)
         longest = self._made_up(*texts.values())
         long = self.score(longest, [1] * len(longest))
         if isinstance(long, RewardFault):
@@ -83,14 +84,14 @@ class FunctionTrial:
             return self._broken(long, probe_set.chosen[0], "as long as a completion may be", text)
         missing = sum(score is None for score in scores)
         detail = f"{len(scores)} completions" + (f", does not apply to {missing} of them" if missing else "")
-        opinions = self._opinions(outcome, [*scores, *(base_scores or []), *long.scores])
+        opinions = self._opinions(outcome, [*scores, *(base_scores or []), *long.scores], LENGTH_MARGIN * chars)
         return FunctionFindings([passed(self.name, "contract", detail), *opinions], scores, base_scores)
 
-    def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | RewardFault:
-        """Score a batch in calls of these sizes, each under a time limit (None: the function's). A fault names its completion."""
-        limit_s = limit_s or self.config.call_limit_s
+    def score(self, batch: ScoreBatch, sizes: Sequence[int]) -> FunctionScores | RewardFault:
+        """Score a batch in calls of these sizes, each under the function's time limit. A fault names its completion."""
+        limit_s = self.config.call_limit_s
         scores: list[float | None] = []
-        seconds = 0.0
+        seconds = computing_s = 0.0
         for size in sizes:
             start = len(scores)
             chunk = batch.take(range(start, start + size))
@@ -104,7 +105,8 @@ class FunctionTrial:
                 return replace(outcome, index=start + (index or 0))
             scores += outcome.scores
             seconds += outcome.seconds
-        return FunctionScores(scores, seconds)
+            computing_s += outcome.computing_s
+        return FunctionScores(scores, seconds, computing_s=computing_s)
 
     def _made_up(self, *texts: str) -> ScoreBatch:
         return probe_batch([self.probe_set.chosen[0]] * len(texts), texts, played=self.probe_set.played)
@@ -114,26 +116,52 @@ class FunctionTrial:
         details = {"source": fault.source, "arguments": fault.arguments, "fix": fault.fix}
         return FunctionFindings([check.model_copy(update=details)])
 
-    def _opinions(self, outcome: FunctionScores, seen: Sequence[float | None]) -> Iterator[LabCheck]:
+    def _opinions(self, outcome: FunctionScores, seen: Sequence[float | None], longest: int) -> Iterator[LabCheck]:
         config, probe_set = self.config, self.probe_set
         known = {score for score in seen if score is not None}
         if not known:
-            detail = f"returned None for every completion of all {len(probe_set.chosen)} rows"
-            yield probe_set.finding(self.name, "applies", detail, 0)
+            yield self._applies_never()
             return
         if ":" in (config.function or ""):
-            yield self._same_score(known)
+            yield self._same_score(seen)
         yield self._determinism(outcome.scores)
-        yield self._speed(outcome)
+        yield self._speed(outcome, longest)
         if probe_set.num_perfect:
             yield self._gaming(outcome.scores)
         if config.function == "correctness":
             yield from self._gold()
 
-    def _same_score(self, known: set[float]) -> LabCheck:
+    def _applies_never(self) -> LabCheck:
+        probe_set = self.probe_set
+        detail = f"returned None for every completion of all {len(probe_set.chosen)} rows"
+        check = probe_set.finding(self.name, "applies", detail, 0)
+        # Is it the form of the ground truths? math_verify reads LaTeX only between two $ or in a box.
+        columns = probe_set.batch.columns
+        texts = all(isinstance(one, str) for one in columns["answer"])
+        latex = {
+            name: [f"${one}$" for one in values] for name, values in columns.items() if texts and values == columns["answer"]
+        }
+        again = self.score(replace(probe_set.batch, columns={**columns, **latex}), probe_set.sizes)
+        if isinstance(again, RewardFault) or all(score is None for score in again.scores):
+            return check
+        module, _, name = (self.config.function or "").partition(":")
+        lines = [f"    columns[{column!r}] = [f'${{one}}$' for one in columns[{column!r}]]" for column in latex]
+        code = [f"def {name}_latex(completions, **columns):", *lines, f"    return {name}(completions=completions, **columns)"]
+        fix = added_code(module, name, f"{name}_latex", code, probe_set.rewards.module_dirs())
+        return check.model_copy(
+            update={"detail": f"{detail}; it scores them when the ground truth is written as LaTeX, $...$", "fix": fix}
+        )
+
+    def _same_score(self, seen: Sequence[float | None]) -> LabCheck:
+        boxes = {at for at, probe in enumerate(self.probe_set.probes) if probe.kind == BOXED}
+        known = {score for at, score in enumerate(seen) if score is not None and at not in boxes}
         if len(known) > 1:
             return passed(self.name, "same_score")
-        detail = f"gives every completion the same score, {known.pop():g}"
+        detail = f"gives every completion the same score, {min(known):g}" if known else "scores no completion"
+        if boxed := {score for at in boxes if (score := seen[at]) is not None} - known:
+            detail += f", and only an answer in \\boxed{{...}} another, {max(boxed):g}: it reads LaTeX, as math_verify does"
+            fix = "set completion.format: boxed, and ask for it: data.system_prompt: 'Put the final answer into \\boxed{}.'"
+            return self.probe_set.finding(self.name, "same_score", detail, 0).model_copy(update={"fix": fix})
         # The user's module is read, not run.
         module = (self.config.function or "").partition(":")[0]
         file = own_modules(module, self.probe_set.rewards.module_dirs()).get(module)
@@ -160,43 +188,40 @@ class FunctionTrial:
                     return probe_set.finding(self.name, "determinism", detail, index)
         return passed(self.name, "determinism")
 
-    def _speed(self, ordinary: FunctionScores) -> LabCheck:
+    def _speed(self, ordinary: FunctionScores, longest: int) -> LabCheck:
         slowest, slowest_kind = 0.0, ""
-        for kind, batch, allowed, outcome in self._timed(ordinary):
-            seconds = outcome.seconds / len(batch) if isinstance(outcome, FunctionScores) else 0.0
+        for kind, batch, allowed, outcome in self._timed(ordinary, longest):
+            seconds = outcome.computing_s / len(batch) if isinstance(outcome, FunctionScores) else 0.0
             if isinstance(outcome, RewardFault) or seconds > allowed:
-                slow = f"took {seconds:.3f} s per completion; the limit is {allowed:g} s"
+                size = "" if kind == ORDINARY else f" of {longest:,} characters"
+                slow = f"computed {seconds:.3f} s for a completion{size}; the limit is {allowed:g} s"
                 took = outcome.detail if isinstance(outcome, RewardFault) else slow
                 return finding(self.name, "speed", took, self.probe_set.chosen[0], probe=kind, text=batch.completions[0])
             slowest, slowest_kind = max((slowest, slowest_kind), (seconds, kind))
-        return passed(self.name, "speed", f"at most {slowest * 1000:.1f} ms per completion ({slowest_kind})")
+        return passed(self.name, "speed", f"computes at most {slowest * 1000:.1f} ms for a completion ({slowest_kind})")
 
-    def _timed(self, ordinary: FunctionScores) -> Iterator[tuple[str, ScoreBatch, float, FunctionScores | RewardFault]]:
+    def _timed(
+        self, ordinary: FunctionScores, longest: int
+    ) -> Iterator[tuple[str, ScoreBatch, float, FunctionScores | RewardFault]]:
         """What is timed: a name, the batch, the seconds that a completion may take, and the outcome."""
         probe_set, limit = self.probe_set, self.probe_set.limits.max_seconds_per_completion
         # The probes were timed when their contract was checked; only a slow function is worth a second look.
-        yield "ordinary length", probe_set.batch, limit, self._fastest(ordinary, probe_set.batch, probe_set.sizes, limit)
-        allowed = limit * LONG_TEXT_FACTOR
-        for kind, text in long_texts(probe_set.completion.tags).items():
+        yield ORDINARY, probe_set.batch, limit, self._fastest(ordinary, probe_set.batch, probe_set.sizes, limit)
+        allowed = limit * LENGTH_MARGIN
+        for kind, text in long_texts(probe_set.completion.tags, longest).items():
             batch = self._made_up(text)
-            first = self.score(batch, [1], allowed * LONG_TEXT_WAIT)
-            yield kind, batch, allowed, self._fastest(first, batch, [1], allowed, limit_s=allowed * LONG_TEXT_WAIT)
+            yield kind, batch, allowed, self._fastest(self.score(batch, [1]), batch, [1], allowed)
 
     def _fastest(
-        self,
-        first: FunctionScores | RewardFault,
-        batch: ScoreBatch,
-        sizes: Sequence[int],
-        allowed: float,
-        limit_s: float | None = None,
+        self, first: FunctionScores | RewardFault, batch: ScoreBatch, sizes: Sequence[int], allowed: float
     ) -> FunctionScores | RewardFault:
         """The first outcome, or a faster one: the batch is scored again while a completion takes longer than allowed."""
         best = first
         for _ in range(MAX_SPEED_TRIES - 1):
-            if isinstance(best, RewardFault) or best.seconds <= allowed * len(batch):
+            if isinstance(best, RewardFault) or best.computing_s <= allowed * len(batch):
                 break
-            again = self.score(batch, sizes, limit_s)
-            best = again if isinstance(again, RewardFault) else min(best, again, key=lambda values: values.seconds)
+            again = self.score(batch, sizes)
+            best = again if isinstance(again, RewardFault) else min(best, again, key=lambda values: values.computing_s)
         return best
 
     def _gaming(self, scores: Sequence[float | None]) -> LabCheck:

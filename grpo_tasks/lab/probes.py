@@ -8,7 +8,9 @@ A row without ground truth has no perfect probe unless the user gives one (`lab.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,8 +35,8 @@ PERFECT = "perfect"
 WRONG_ANSWER = "wrong_answer_right_format"
 LISTING = "every_answer"
 CUT_OFF = "cut_off"
+BOXED = "boxed"
 
-LONG_CHARS = 1_000_000
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
@@ -47,10 +49,16 @@ class Probe:
     text: str
 
 
-def make_probes(row: PromptRow, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
-    """All probes of one row; the perfect one first, where there is one: the user's own (`gold`), or made from the truth."""
+def make_probes(
+    row: PromptRow, completion: CompletionConfig, gold: str | None = None, *, form_suffices: bool = True
+) -> list[Probe]:
+    """All probes of one row; the perfect one first, where there is one: the user's own (`gold`), or made from the truth.
+
+    `form_suffices`: without a truth, any completion in the format is perfect, as far as there is one.
+    """
     if gold is not None or row.answer is None or not completion.has_blocks:
-        made = _any_format(row, completion, gold)
+        perfect = gold if gold is not None or (row.answer is None and not form_suffices) else perfect_text(row, completion)
+        made = _any_format(row, completion, perfect, own=gold is not None)
     else:
         made = _blocks(row, row.answer, completion)
     return [Probe(kind, role, text) for role, texts in made.items() for kind, text in texts.items() if text is not None]
@@ -63,11 +71,13 @@ def perfect_text(row: PromptRow, completion: CompletionConfig) -> str | None:
     return None if row.answer is None else completion.tags.block(_working(row, completion.tags), row.answer)
 
 
-def _any_format(row: PromptRow, completion: CompletionConfig, gold: str | None) -> dict[Role, dict[str, str | None]]:
-    """Probes of a row without ground truth, with a completion of the user's own, or in a format without both blocks."""
-    perfect, wrong = gold if gold is not None else perfect_text(row, completion), None
+def _any_format(
+    row: PromptRow, completion: CompletionConfig, perfect: str | None, *, own: bool
+) -> dict[Role, dict[str, str | None]]:
+    """Probes of a row without ground truth, with a perfect completion of the user's `own`, or in a format without both blocks."""
+    wrong = None
     text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
-    if row.answer is not None and gold is None:
+    if row.answer is not None and not own:
         wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
     return {
         "perfect": {PERFECT: perfect},
@@ -80,6 +90,7 @@ def _any_format(row: PromptRow, completion: CompletionConfig, gold: str | None) 
             "control_characters": f"\x00\x1b[31m{text}\r\x7f",
             "other_scripts": f"计算 \u202e שלום 🧮\ufeff {text}",
             "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{text}",
+            BOXED: None if row.answer is None or completion.format == "boxed" else f"{text} {_boxed(row.answer)}",
             "code": f"{text} __import__('os').getpid()",
             "brackets": '{"a": [1, \\boxed{',
         },
@@ -126,6 +137,7 @@ def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[R
             "control_characters": f"\x00\x1b[31m{perfect}\r\x7f",
             "other_scripts": tags.block("计算 \u202e שלום 🧮\ufeff", answer),
             "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{perfect}",
+            BOXED: f"{work} {_boxed(answer)}",
             "code": tags.block(work, "__import__('os').getpid()"),
             "power_tower": tags.block(work, "9**9**9"),
         },
@@ -135,6 +147,10 @@ def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[R
 def wrong_answer(answer: str, equality: Equality) -> str:
     """An answer of the same kind that does not equal the given one."""
     number, letter = parse_number(answer), choice_letter(answer)
+    with suppress(ValueError):
+        if isinstance(value := json.loads(answer), dict) and value:
+            key = next(iter(value))
+            return json.dumps(value | {key: f"{value[key]} and something else"}, ensure_ascii=False)
     if equality == "choice" and letter is not None:
         return "B" if letter == "A" else "A"
     if equality != "choice" and number is not None:
@@ -144,9 +160,8 @@ def wrong_answer(answer: str, equality: Equality) -> str:
     return other
 
 
-def long_texts(tags: TagsConfig, length: int | None = None) -> dict[str, str]:
-    """Completions of `length` (LONG_CHARS) characters by name. Each makes another kind of careless scan quadratic or worse."""
-    length = length or LONG_CHARS
+def long_texts(tags: TagsConfig, length: int) -> dict[str, str]:
+    """Completions of `length` characters by name. Each makes another kind of careless scan quadratic or worse."""
     marks = tags.in_order
     pieces = {
         "long_words": "one plus one is two and ",
@@ -173,6 +188,10 @@ def _working(row: PromptRow, tags: TagsConfig) -> str:
     for tag in tags.in_order:
         question = question.replace(tag, "")
     return f"The question is: {question[:200].strip()} Working it out step by step gives {row.answer}."
+
+
+def _boxed(answer: str) -> str:
+    return f"$\\boxed{{{answer}}}$"
 
 
 def _question(row: PromptRow) -> str:
@@ -278,7 +297,7 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
         made = []
         for row in chosen:
             prompt = row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
-            made.append({**row.extra, "prompt": prompt, "answer": row.answer if row.answers is None else list(row.answers)})
+            made.append({**row.extra, "prompt": prompt, "answer": row.given_answer})
         return worker.gold_completions(gold, made)
     values = [row.extra.get(gold) for row in chosen]
     if all(value is None for value in values):
@@ -302,7 +321,10 @@ def make_probe_set(
     base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
     """Make the probes of the chosen rows, of which `golds` are the user's own good completions."""
-    made = [make_probes(row, config.completion, gold) for row, gold in zip(chosen, golds, strict=True)]
+    used = [resolved for stage in config.stages for name in stage.rewards if (resolved := config.rewards.resolve(name))]
+    # What a user's function or a judge wants of a row without ground truth is not known.
+    built_in = not any(one.judge is not None or ":" in (one.function or "") for one in used)
+    made = [make_probes(row, config.completion, gold, form_suffices=built_in) for row, gold in zip(chosen, golds, strict=True)]
     probes = [probe for group in made for probe in group]
     starts = [sum(map(len, made[:number])) for number in range(len(made))]
     rows_of_probes = [row for row, group in zip(chosen, made, strict=True) for _ in group]

@@ -10,7 +10,7 @@ from schemas.results.evaluation import BINS
 _MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
 FIXES = {
     "columns": "rename the column, or remove it if no reward function needs it",
-    "date": "leave it, or name a day: rollout.chat_template_kwargs: {strftime_now: '2026-11-26'}",
+    "date": "choose it with rollout.chat_template_kwargs: {strftime_now: '2026-11-26'}, or accept it: lab.ignore_checks: [date]",
     "contract": "return one finite number, or None, for each completion",
     "applies": "return a score for the completions that the function is about, or leave it out",
     "same_score": "compare what the function looks for (tags, columns, the form of completions) with what it gets",
@@ -50,8 +50,18 @@ def opinions(checks: Sequence[LabCheck]) -> tuple[list[list[str]], str]:
     return rows, STRICT_LINE.format(names=", ".join(names)) if rows else ""
 
 
+def fixes(checks: Sequence[LabCheck]) -> list[str]:
+    """What to do about each finding: the functions and checks, and the fix. Findings with the same fix share a line."""
+    found: dict[str, list[str]] = {}
+    for check in checks:
+        if check.outcome in ("warned", "failed"):
+            found.setdefault(check.fix or FIXES[check.check], []).append(f"{check.function}/{check.check}")
+    return [f"{', '.join(names)}: {fix}" for fix, names in found.items()]
+
+
 def advice(forecasts: Sequence[SignalForecast]) -> list[str]:
-    """What to do about prompts that cannot teach; nothing where the first stage has few of them.
+    """What to do about prompts that are never solved, or always, by the first stage; nothing where few are, or where they teach
+    although none counts as solved.
 
     Later stages start from a better model than the one that was sampled.
     """
@@ -59,10 +69,22 @@ def advice(forecasts: Sequence[SignalForecast]) -> list[str]:
     if first is None or first.never_or_always < MANY:
         return []
     never, always, known = first.pass_rates[0], first.pass_rates[-1], sum(first.pass_rates)
+    counted = f"{never} of {known} sampled prompts are never solved by the rewards of stage {first.stage} and {always} always"
+    if first.share_with_signal >= MANY:
+        fixes = "; ".join(f"rewards.functions.{name}.full_score: {score:g}" for name, score in first.full_scores.items())
+        teach = f"They teach all the same: the completions of {first.share_with_signal:.0%} of the groups differ in reward."
+        before = "Before you use pass rates (difficulty, keep_pass_rate) set"
+        return [f"{counted}: the full scores do not fit the rewards. {teach} {before} {fixes}"] if fixes else []
+    if never + always == known:
+        way_out = (
+            "add a reward that also pays for a part of the task, or easier rows"
+            if never > always
+            else "take harder rows, or rewards that tell good completions from better ones"
+        )
+        return [f"{counted}, and their groups teach nothing. keep_pass_rate would leave no prompt: {way_out}."]
     return [
-        f"{never} of {known} sampled prompts are never solved by the rewards of stage {first.stage} "
-        f"and {always} always. Such prompts teach nothing, or have a wrong ground truth. difficulty.samples: 8 "
-        "measures all prompts before training, and keep_pass_rate: [0.1, 0.9] of a stage leaves such prompts out."
+        f"{counted}. Such prompts teach nothing, or have a wrong ground truth. difficulty.samples: 8 measures all prompts before "
+        "training, and keep_pass_rate: [0.1, 0.9] of a stage leaves such prompts out."
     ]
 
 
@@ -84,9 +106,8 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
         rows = [[check.check, _MARKS[check.outcome], check.detail, check.probe, check.place] for check in of_one]
         parts += [f"## {name}", table(["check", "outcome", "found", "probe", "row"], rows)]
     parts += _forecasts(forecasts)
-    names = dict.fromkeys(check.check for check in checks if check.outcome != "passed")
-    if names:
-        parts += ["## How to fix", "\n".join(f"- {name}: {FIXES[name]}" for name in names)]
+    if lines := fixes(checks):
+        parts += ["## How to fix", "\n".join(f"- {line}" for line in lines)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -30,7 +30,7 @@ from grpo_tasks.lab.probes import (
     own_golds,
     passed,
 )
-from grpo_tasks.lab.report import FIXES
+from grpo_tasks.lab.report import FIXES, MANY
 from grpo_tasks.rewards.contract import RESERVED, shorten
 from grpo_tasks.rewards.suite import charge_faults, full_score, mean_total, solved, stage_weights, total_scores
 from grpo_tasks.rewards.worker import RewardWorker
@@ -85,9 +85,14 @@ def run_lab(
             assert settings is not None, f"unknown reward {name}"
             functions[name] = FunctionTrial(name, settings, probe_set, worker).run(longest)
             count.add()
-    forecasts = _forecasts(config, base_samples or [], functions)
+    forecasts = _forecasts(config, base_samples or [], functions, probe_set)
     judged, not_judged = check_judges(names, config.rewards)
-    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
+    hidden = {
+        name: row
+        for row in reversed(rows)
+        for name in row.extra.keys() & RESERVED
+        if name != "answer" or row.given_answer is not row.extra["answer"]
+    }
     detail = "reward functions do not receive the column {0}: one of their arguments has that name; rename the column"
     columns = [finding("data", "columns", detail.format(name), row, warn=True) for name, row in sorted(hidden.items())]
     checks = [*columns, *judged, *(check for function in functions.values() for check in function.checks)]
@@ -157,7 +162,10 @@ def forecast(
     )
 
 
-def _forecasts(config: RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]) -> list[SignalForecast]:
+def _forecasts(
+    config: RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings], probe_set: ProbeSet
+) -> list[SignalForecast]:
+    perfect = [index for group in probe_set.groups if (index := probe_set.perfect(group)) is not None]
     scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
     # Conversations that a fault ended count as in training.
     failed = np.array([fault_of(text) is not None for sample in samples for text in sample.conversations], dtype=bool)
@@ -173,8 +181,36 @@ def _forecasts(config: RunConfig, samples: Sequence[GroupSample], functions: dic
         if failed.any():
             totals = charge_faults(totals[:, None], np.ones(1), failed, groups)[:, 0]
             reached = np.where(failed, 0.0, reached)
-        found.append(forecast(stage.name, samples, totals, reached))
+        made = forecast(stage.name, samples, totals, reached)
+        fitting = {}
+        for name, weight, configured in zip(stage.rewards, weights, full, strict=True):
+            probes = functions[name].scores or []
+            fits = fitting_full_score(scores[name], [probes[index] for index in perfect], config.difficulty.success)
+            too_high = made.pass_rates[0] >= made.pass_rates[-1]
+            if weight > 0 and fits is not None and (fits < configured if too_high else fits > configured):
+                fitting[name] = fits
+        found.append(made.model_copy(update={"full_scores": fitting if made.never_or_always >= MANY else {}}))
     return found
+
+
+def fitting_full_score(sampled: Sequence[float | None], perfect: Sequence[float | None], success: float) -> float | None:
+    """A full score by which some completions are solved and others not; None where the scores of the samples say nothing.
+
+    What perfect completions earn, if samples earn less; otherwise one of which the upper quartile of the samples earns the share
+    `success`, from which a completion is solved.
+    """
+    seen = sorted(score for score in sampled if score is not None)
+    earned = [score for score in perfect if score is not None]
+    if earned and seen and min(earned) > seen[0]:
+        value = min(earned)
+    else:
+        upper = [seen[math.ceil(0.75 * len(seen)) - 1], seen[-1]] if seen else []
+        value = next((score / success if score > 0 else score for score in upper if score > seen[0]), 0.0)
+    if value == 0.0:
+        return None
+    # Three digits, rounded down: the completions that earn it still reach it.
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return round(math.floor(value * 10.0**digits) / 10.0**digits, max(0, digits))
 
 
 def _table(config: RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:

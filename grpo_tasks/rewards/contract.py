@@ -9,7 +9,8 @@
                     policy's last turn.
     completion_ids  N lists of token ids
     prompt_ids      N lists of token ids, where the engine knows them (not in engine: trl)
-    answer          N ground truths: a string, a list where the data list several, None for a row without ground truth
+    answer          N ground truths: a string, a list where the data list several, an object where the data hold one. For a row
+                    without ground truth its column `answer` as it stands, or None
     task            N names of tasks, when the data have several tasks
     messages        N lists of messages, the prompt's and those after it, where tools or an environment answer
     turns           N lists of the policy's turns there: text, start and end in completion_ids, finish_reason, reward, calls,
@@ -87,10 +88,13 @@ class ScoreBatch:
     """Task of each of the N rows, when the data have several."""
     played: Sequence[Played] = field(default=())
     """The N conversations, when completions are more than one turn each."""
+    given_answers: Sequence[Any] = field(default=())
+    """What a user's functions receive as `answer`, where that is not the column; built-in ones compare text."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
-        sizes |= {len(values) for values in (self.origins, self.prompt_ids, self.tasks, self.played) if values}
+        optional = (self.origins, self.prompt_ids, self.tasks, self.played, self.given_answers)
+        sizes |= {len(values) for values in optional if values}
         assert len(sizes) == 1, f"the columns of a batch differ in length: {sorted(sizes)}"
 
     def __len__(self) -> int:
@@ -102,7 +106,7 @@ class ScoreBatch:
         def of(values: Sequence[Any]) -> list[Any]:
             return [values[index] for index in indices] if values else []
 
-        names = ("prompts", "completions", "completion_ids", "origins", "prompt_ids", "tasks", "played")
+        names = ("prompts", "completions", "completion_ids", "origins", "prompt_ids", "tasks", "played", "given_answers")
         taken: dict[str, Any] = {name: of(getattr(self, name)) for name in names}
         return replace(self, columns={name: of(values) for name, values in self.columns.items()}, **taken)
 
@@ -120,6 +124,7 @@ def batch_of(
     names = sorted({name for row in rows for name in row.extra} - RESERVED)
     columns = {name: [row.extra.get(name) for row in rows] for name in names}
     columns["answer"] = [row.answer if row.answers is None else list(row.answers) for row in rows]
+    given = [row.given_answer for row in rows]
     tasks = [row.task for row in rows] if any(row.task for row in rows) else []
     return ScoreBatch(
         prompts=[one.prompt for one in played] if played else [row.messages for row in rows],
@@ -131,6 +136,7 @@ def batch_of(
         prompt_ids=prompt_ids,
         tasks=tasks,
         played=played,
+        given_answers=given if given != columns["answer"] else [],
     )
 
 
@@ -147,6 +153,9 @@ class FunctionScores:
     """What the function passed to log_metric, averaged over the call."""
     extra: Annotated[dict[MetricName, list[ReportedExtra]], Field(max_length=MAX_EXTRAS)] = field(default_factory=dict)
     """What the function passed to log_extra: N values by column."""
+    computing_s: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0.0
+    """Of `seconds`, those in which the process and the children that it has ended computed: waiting does not count, nor what
+    else runs on the machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ and override columns of the same name. A function without **kwargs receives only
 
 import difflib
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.content.modules import import_object
+from grpo_tasks.content.modules import added_code, cause_of, import_object, users_line
 from grpo_tasks.judging.judge import Judge
 from grpo_tasks.processes.worker_main import awaited
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
@@ -58,7 +57,8 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         # A data column that happens to be named max_length must not set the parameter of that name.
         return RewardFunction(_bind(function, bound, known - _GIVEN))
     path = reward.function or name
-    found, params = _made(import_object(path, rewards.module_dirs(), place=place), path, reward.params, place=place)
+    folders = rewards.module_dirs()
+    found, params = _made(import_object(path, folders, place=place), path, reward.params, place=place, folders=folders)
     parameters = _parameters(found)
     # None: it accepts every name, or cannot be asked.
     accepted = None
@@ -76,9 +76,8 @@ def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequ
         made = function([dict(row) for row in rows])
         texts = [None if one is None else completion_text(one) for one in made]
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{path} raised {type(error).__name__}: {shorten(str(error))}"
-        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct the function") from error
+        message, where = f"{path} raised {type(error).__name__}: {shorten(str(error))}", users_line(error, path.partition(":")[0])
+        raise ConfigError(message, place=f"{place}; {where}", fix=cause_of(error) or "correct the function") from error
     if len(texts) != len(rows) or not all(text is None or isinstance(text, str) for text in texts):
         fix = "return a list with one text per row, None where there is none"
         raise ConfigError(f"{path} returned {len(texts)} completions for {len(rows)} rows", place=place, fix=fix)
@@ -98,17 +97,16 @@ def _bind(
 
 
 def _made(
-    found: Callable[..., Any], path: str, params: Mapping[str, Any], *, place: str
+    found: Callable[..., Any], path: str, params: Mapping[str, Any], *, place: str, folders: Sequence[Path]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function itself: an instance of a class, what a factory returns, or what was found; and the params that are left."""
     parameters = _parameters(found)
     single = sorted(_SINGLE & {one.name for one in parameters if one.default is one.empty})
     if single and "completions" not in {one.name for one in parameters}:
-        name = path.rpartition(":")[2]
         raise ConfigError(
             f"{path} scores one completion at a time (its parameter {single[0]}), and reward functions take lists, as in TRL",
             place=place,
-            fix=f"add a function that returns [{name}({single[0]}=one[0]['content'], ...) for one in completions], and name that",
+            fix=_for_each(found, path, parameters, single[0], folders),
         )
     if inspect.isclass(found):
         if not any("__call__" in vars(base) for base in found.__mro__[:-1]):
@@ -127,6 +125,42 @@ def _made(
     return made, {}
 
 
+def _for_each(
+    function: Callable[..., Any], path: str, parameters: Sequence[inspect.Parameter], single: str, folders: Sequence[Path]
+) -> str:
+    """A function of lists around one for a single completion, as code with what to name in the config."""
+    module, _, name = path.partition(":")
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        source = ""
+    # verifiers passes messages as completion; a function that never reads their content is one of text.
+    messages = single == "completion" and ("content" in source or "parser" in source)
+    completion = "completions[i]" if messages else 'completions[i][-1]["content"]'
+    known = {
+        single: completion,
+        "prompt": "prompts[i]",
+        "answer": 'columns["answer"][i]',
+        "ground_truth": 'columns.get("ground_truth", columns["answer"])[i]',
+        "state": f'{{"prompt": prompts[i], "completion": {completion}, "answer": columns["answer"][i]}}',
+        "parser": "parser",
+    }
+    named = [one for one in parameters if one.kind in _NAMED and (one.default is one.empty or one.name in ("answer", "prompt"))]
+    arguments = [f"            {one.name}={known.get(one.name, f'columns[{one.name!r}][i]')}," for one in named]
+    is_async = inspect.iscoroutinefunction(function)
+    made, called = f"{name.replace('.', '_')}_each", f"await {name}" if is_async else name
+    lines = [
+        f"{'async ' if is_async else ''}def {made}(prompts, completions, **columns):",
+        "    return [",
+        f"        {called}(",
+        *arguments,
+        "        )",
+        "        for i in range(len(completions))",
+        "    ]",
+    ]
+    return added_code(module, name, made, lines, folders)
+
+
 def _call_maker(maker: Callable[..., Any], what: str, params: Mapping[str, Any], *, place: str) -> Callable[..., Any]:
     parameters = _parameters(maker)
     missing = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED and one.name not in params]
@@ -138,9 +172,8 @@ def _call_maker(maker: Callable[..., Any], what: str, params: Mapping[str, Any],
     try:
         made: Callable[..., Any] = maker(**params)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{what} raised {type(error).__name__}: {error}"
-        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct its params") from error
+        message, where = f"{what} raised {type(error).__name__}: {error}", users_line(error, maker.__module__)
+        raise ConfigError(message, place=f"{place}; {where}", fix=cause_of(error) or "correct its params") from error
     return made
 
 

@@ -7,17 +7,16 @@ the time limit of mathematical equality needs signals.
 import math
 import numbers
 import re
+import resource
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from grpo_tasks.content.modules import cause_of, users_line
 from grpo_tasks.processes.worker_main import answer_requests
 from grpo_tasks.rewards.contract import (
     MAX_EXTRA_CHARS,
@@ -67,16 +66,21 @@ class Functions:
 
     def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Call a function: {"scores"} or {"fault"}."""
-        function, notes, began = self._loaded[request["name"]], Notes(), time.perf_counter()
+        function, notes, began, computed = self._loaded[request["name"]], Notes(), time.perf_counter(), _computed_s()
         # Counted before the call, because the function may change the lists that it receives.
         lengths = [len(ids) for ids in request["completion_ids"]]
         spans = [one.pop("spans") for one in request["played"]]
         columns = sorted(request["columns"])
         arguments = call_arguments(request, notes, as_text=function.as_text)
+        if function.module and request["given_answers"]:
+            arguments["answer"] = request["given_answers"]
         try:
             scores, tokens = check_result(function.call(**arguments), lengths, spans)
             extras = notes.extras(len(lengths))
-            return {"scores": asdict(FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), extras))}
+            seconds = time.perf_counter() - began
+            # Several threads compute for more than a second in each.
+            computing_s = min(seconds, _computed_s() - computed)
+            return {"scores": asdict(FunctionScores(scores, seconds, tokens, notes.means(), extras, computing_s))}
         except ContractError as error:
             fault = error.fault
         except NotPlayedError:
@@ -90,6 +94,11 @@ class Functions:
             fault = raised(error, arguments, columns, function.module)
         cut = {name: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for name, text in asdict(fault).items()}
         return {"fault": cut}
+
+
+def _computed_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 class Notes:
@@ -193,32 +202,17 @@ def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence
     return RewardFault(
         "raised",
         f"raised {type(error).__name__}: {shorten(hide(message))}",
-        source=_source(error, module),
+        source=users_line(error, module),
         fix=next((fix for holds, fix in _causes(error, message, arguments, columns) if holds), ""),
         arguments=_described(arguments),
     )
-
-
-def _source(error: BaseException, module: str) -> str:
-    """File, line and function: the innermost frame in the folder of the user's module, or else outside of libraries."""
-
-    def is_library(file: str, home: str) -> bool:
-        # What lies below `home` is not installed, unless an environment lies there.
-        below = file[len(home) :]
-        return "site-packages" in below or "dist-packages" in below or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
-
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "grpo_tasks/rewards/" not in frame.filename]
-    file = getattr(sys.modules.get(module), "__file__", None)
-    home = str(Path(file).parent) if file else ""
-    inside = [frame for frame in frames if home and frame.filename.startswith(home) and not is_library(frame.filename, home)]
-    chosen = inside or [frame for frame in frames if not is_library(frame.filename, "")] or frames
-    return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
 
 
 def _causes(
     error: BaseException, message: str, arguments: Mapping[str, Any], columns: Sequence[str]
 ) -> Iterator[tuple[object, str]]:
     """The usual causes of an exception: whether it is this one, and what to change then. The first that holds counts."""
+    yield cause_of(error), cause_of(error)
     known = f"the data have the columns {', '.join(columns)}"
     yield (
         isinstance(error, TypeError) and "unexpected keyword argument" in message,

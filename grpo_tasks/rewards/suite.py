@@ -245,11 +245,12 @@ def solved(
 
     A completion is solved when its total reaches `share` of the full reward: the total of a completion that earns the full score
     of every function that applies. A function that only punishes (full score 0, or a negative weight) adds nothing to the full
-    reward, and what it takes away counts.
+    reward, and what it takes away counts. A full score below 0, of scores that are all negative, counts as it stands.
     """
     totals = total_scores(scores, weights)
-    best = np.where(np.isnan(scores), 0.0, np.maximum(weights * full, 0.0)).sum(axis=-1)
-    return np.where(np.isnan(totals), np.nan, totals >= share * best - _ROUNDING)
+    best = np.maximum(weights * full, 0.0) * share + np.where(weights > 0, np.minimum(weights * full, 0.0), 0.0)
+    needed = np.where(np.isnan(scores), 0.0, best).sum(axis=-1)
+    return np.where(np.isnan(totals), np.nan, totals >= needed - _ROUNDING)
 
 
 def charge_faults(

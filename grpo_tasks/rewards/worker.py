@@ -151,6 +151,7 @@ class RewardWorker(WorkerProcess):
             "completion_ids": [list(ids) for ids in batch.completion_ids],
             "prompt_ids": [list(ids) for ids in batch.prompt_ids],
             "columns": {column: list(values) for column, values in batch.columns.items()},
+            "given_answers": list(batch.given_answers),
             "played": [
                 {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans, "answered": one.answered}
                 for one in batch.played

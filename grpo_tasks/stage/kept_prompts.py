@@ -75,8 +75,8 @@ def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | 
     raise DataError(
         f"too few prompts are left: {counts.summary()}; the stage needs {fewest:,}",
         place=f"stage {stage.name}, keep_pass_rate",
-        fix="widen keep_pass_rate, start from a model that solves more of the prompts, raise difficulty.samples, "
-        f"or set difficulty.min_prompts: {max(1, counts.kept)}",
+        fix="widen keep_pass_rate, lower rewards.functions.NAME.full_score if no completion reaches it, start from a model that "
+        f"solves more of the prompts, raise difficulty.samples, or set difficulty.min_prompts: {max(1, counts.kept)}",
     )
 
 

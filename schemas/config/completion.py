@@ -11,7 +11,7 @@ from schemas.config.types import FreeSettings, TagName
 JsonAndRegex = Annotated[T, Folded("json_and_regex")]
 
 CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
-Equality = Literal["exact", "numeric", "math", "choice"]
+Equality = Literal["exact", "numeric", "math", "choice", "json"]
 THINK = ("think",)
 """Tags of models that were trained to reason, whatever a config calls its own."""
 
@@ -49,7 +49,8 @@ class CompletionConfig(Section):
     tags: TagsConfig = Field(default_factory=TagsConfig)
     """Tag names of the two blocks, for the format tags."""
     answer_key: JsonAndRegex[Annotated[str, StringConstraints(min_length=1)] | None] = None
-    """Format json: the key whose value is the answer. Empty: the object has no single answer, so accuracy is not measured."""
+    """Format json: the key whose value is the answer. Empty: the object has no single answer, so accuracy is not measured; with
+    equality json the whole object is the answer."""
     required: JsonAndRegex[list[str]] = Field(default_factory=list)
     """Format json: keys that the object must have."""
     json_schema: JsonAndRegex[FreeSettings | None] = None
@@ -60,7 +61,7 @@ class CompletionConfig(Section):
     syntax is that of RE2, which takes linear time: no look-around, no back-references."""
     equality: Equality = "numeric"
     """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
-    verify), or as the letter of a multiple choice."""
+    verify), as the letter of a multiple choice, or as JSON (the same keys and values, whatever their order)."""
 
     @property
     def reasoning_tags(self) -> tuple[str, ...]:
@@ -86,7 +87,9 @@ class CompletionConfig(Section):
     @property
     def answer_fix(self) -> str:
         """The setting that gives completions an answer; empty where they have one, and where none can."""
-        return "completion.answer_key: KEY" if self.format == "json" and self.answer_key is None else ""
+        if self.format != "json" or self.answer_key is not None or self.equality == "json":
+            return ""
+        return "completion.answer_key: KEY, or completion.equality: json to compare whole objects"
 
     def refusal(self, function: str) -> str:
         """Why a built-in reward function makes no sense for this format, with the fix; empty when it does."""

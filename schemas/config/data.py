@@ -124,8 +124,8 @@ class DataConfig(Section):
     prompt_column: ColumnsAndSplit[str] = "prompt"
     """Column with chat messages (a list of {role, content}), or with strings in TRL's standard format."""
     answer_column: ColumnsAndSplit[str | None] = "answer"
-    """Column with the ground truth: text, a number, true or false, a date, or a list of several right answers. null: the task has
-    no ground truth."""
+    """Column with the ground truth: text, a number, true or false, a date, an object, or a list of several right answers. null:
+    the task has no ground truth, and a column `answer` is one like any other."""
     answer_pattern: ColumnsAndSplit[str | None] = None
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""

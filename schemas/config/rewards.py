@@ -242,7 +242,8 @@ class LabConfig(Section):
     """Whether opinions stop the run too. Faults (an exception, a hang, a wrong result) always do. Opinions (order, empty answers,
     gaming, speed, little signal, ...) only warn unless this is set."""
     max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
-    """Time in seconds that a reward function may take for one completion. A completion of 1 MB may take ten times as long."""
+    """Computing time in seconds that a reward function may take for one completion; waiting does not count. The lab also tries
+    four times the text of rollout.max_completion_length tokens, which may take four times as long."""
     min_signal: Fraction = 0.05
     """Smallest share of the base model's groups whose completions earn different rewards by the first stage's rewards."""
     ignore_checks: list[str] = Field(default_factory=list)

@@ -93,7 +93,8 @@ class DataReport(StepResult):
     def headline(self) -> str:
         """What became of the rows."""
         rejected = f", {self.quarantined:,} rejected" if self.quarantined else ""
-        return f"{self.rows:,} rows read: {self.train_rows:,} to train on, {self.eval_rows:,} held out{rejected}"
+        copies = f", {self.duplicates:,} left out as duplicates" if self.duplicates else ""
+        return f"{self.rows:,} rows read: {self.train_rows:,} to train on, {self.eval_rows:,} held out{rejected}{copies}"
 
     @property
     def train(self) -> Path:
@@ -150,6 +151,8 @@ class SignalForecast(Result):
     mean_reward_std: float
     pass_rates: list[int] = Field(default_factory=list)
     """Sampled prompts by the share of their completions that are solved, in the bins of evaluation.py BINS."""
+    full_scores: dict[str, float] = Field(default_factory=dict)
+    """A better full score of each function whose own does not fit its scores: no completion, or every one, counts as solved."""
 
     @property
     def never_or_always(self) -> float:

@@ -1,5 +1,6 @@
 """When an answer is right: numbers, expressions, choices and text."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -312,3 +313,40 @@ def test_a_time_limit_lost_in_a_destructor_still_takes_effect():
         work()
     # Nothing is raised afterwards.
     compute(0.3)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-999, 999) | st.floats(-1e3, 1e3) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON_VALUES.filter(lambda value: isinstance(value, dict | list)), st.randoms())
+def test_json_is_equal_whatever_the_order_of_keys(value, random):
+    def shuffled(one):
+        if isinstance(one, dict):
+            keys = list(one)
+            random.shuffle(keys)
+            return {key: shuffled(one[key]) for key in keys}
+        return [shuffled(item) for item in one] if isinstance(one, list) else one
+
+    assert answers_equal(json.dumps(shuffled(value), indent=1), json.dumps(value), "json")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "equal"),
+    [
+        ('{"total": 10.50, "n": 1.0}', '{"n":1,"total":10.5}', True),
+        ('{"a": true}', '{"a": 1}', False),
+        ('{"a": "1"}', '{"a": 1}', False),
+        ("[1, 2]", "[2, 1]", False),
+        ('{"a": 1, "a": 2}', '{"a": 2}', False),
+        ("EUR", "EUR", True),
+        ("EUR", '"EUR"', False),
+        ("[" * 5_000, "[" * 4_999, False),
+        ('{"a": 1e999}', '{"a": 1e998}', False),
+    ],
+)
+def test_json_is_compared_by_value_and_type(prediction, truth, equal):
+    assert answers_equal(prediction, truth, "json") is equal

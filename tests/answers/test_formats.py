@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import check_completion, extract, perfect_completion
 from grpo_tasks.answers.extraction import is_blank
 from schemas.config.completion import CompletionConfig
@@ -321,3 +322,15 @@ def test_a_reward_that_makes_no_sense_for_a_format_is_refused(function, given, f
         RunConfig(**tree, completion=given)
     assert fix in str(refused.value)
     assert "stages.0.rewards" in str(refused.value)
+
+
+def test_a_whole_object_is_the_answer_where_no_key_is_named():
+    whole = CompletionConfig(format="json", equality="json", required=["total"])
+    truth = '{"total":10.5,"currency":"EUR"}'
+    found = extract('Here it is:\n```json\n{"currency": "EUR", "total": 10.50}\n```', whole)
+    assert answers_equal(found.answer, truth, "json")
+    assert perfect_completion(truth, whole) == truth
+    # Functions of a user's own need no answer, and yet a perfect completion.
+    assert perfect_completion(truth, CompletionConfig(format="json", required=["total"])) == truth
+    assert perfect_completion(truth, CompletionConfig(format="json", required=["number"])) is None
+    assert perfect_completion("42", CompletionConfig(format="json")) is None

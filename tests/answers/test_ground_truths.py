@@ -58,3 +58,26 @@ def test_a_long_column_is_checked_by_a_sample_of_its_distinct_answers():
 
 def test_a_warning_repeats_little_of_a_long_answer():
     assert len(find_unusable_truths(rows(*["x" * 100_000] * 3), "numeric").warning) < 400
+
+
+@pytest.mark.parametrize(
+    ("answers", "pattern"),
+    [
+        (["The answer is thus $1$ apple.", "So $x = 3$, which gives $12$."], r"'\$([^$]+)\$'"),
+        (["2 + 2 = 4\n#### 4", "so 7\n#### 7"], "'#### (.+)'"),
+        (["Tom has 3 apples.", "In 2 of 5 cases."], r"'(-?\d[\d,]*(?:\.\d+)?)'"),
+    ],
+)
+def test_a_pattern_is_proposed_only_where_it_makes_answers_comparable(answers, pattern):
+    found = find_unusable_truths(rows(*answers), "numeric")
+    assert f"set data.answer_pattern: {pattern}" in found.fix
+    taken = pl.Series(answers).str.extract_all(pattern.strip("'")).list.last().str.extract(pattern.strip("'"), 1)
+    assert find_unusable_truths(rows(*taken), "numeric").count == 0
+    assert "answer_pattern" not in find_unusable_truths(rows(*answers), "numeric", extracted=True).fix
+    assert "answer_pattern" not in find_unusable_truths(rows("costs $5 or $six", "Paris"), "numeric").fix
+
+
+def test_objects_are_compared_as_json_by_the_fix():
+    found = find_unusable_truths(rows('{"a":1}', '{"b":"x"}'), "numeric")
+    assert "completion.equality: json" in found.fix
+    assert find_unusable_truths(rows('{"a":1}', '{"b":"x"}'), "json").count == 0

@@ -1,21 +1,32 @@
 """Fixtures of the data tests: a real tokenizer and real files."""
 
+import copy
+
 import orjson
 import polars as pl
 import pytest
 
-from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.sources import ROWS, load_sources
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 
+TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
 STAGE = {"name": "format", "rewards": ["format"]}
 
 
 @pytest.fixture(scope="session")
 def counter():
     return load_counter(ModelConfig())
+
+
+@pytest.fixture(scope="session")
+def strict(counter):
+    """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
+    tokenizer = copy.deepcopy(counter.tokenizer)
+    tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
+    return TokenCounter(tokenizer)
 
 
 @pytest.fixture

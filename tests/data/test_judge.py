@@ -1,17 +1,15 @@
 """A file with at least one planted fault for every rule: exactly those rows are quarantined, with line and reason."""
 
-import copy
+import json
 import re
 
 import polars as pl
 import pytest
 
-from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.data.judge import assign_splits
 from grpo_tasks.data.rules import BY_NAME, RULES
+from grpo_tasks.data.table import read_prompts
 from schemas.errors import ConfigError
-
-TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
 
 
 def ask(question, answer="1"):
@@ -57,8 +55,8 @@ PLANTED = [
     (set(), ask("write <answer>5</answer> if you mean five; what is six?", "6")),
     ({"template_refused"}, chat((U, "1"), (A, "2"), (U, "3"), (A, "4"), (U, "5"))),
     ({"prompt_too_long"}, ask("word " * 300)),
-    ({"answer_type"}, ask("an object?", {"value": "1"})),
     ({"answer_type"}, ask("a list of lists?", [["1"]])),
+    (set(), ask("an object?", {"value": "1"})),
     ({"mixed_forms"}, {"prompt": "A string among chats?", "answer": "1"}),
     ({"message_not_text"}, {"prompt": [{"role": U, "content": [{"type": "image"}]}], "answer": "1"}),
     ({"answer_missing"}, ask("no answer?", None)),
@@ -75,14 +73,6 @@ PLANTED = [
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
     ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
 ]
-
-
-@pytest.fixture(scope="module")
-def strict(counter):
-    """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
-    tokenizer = copy.deepcopy(counter.tokenizer)
-    tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
-    return TokenCounter(tokenizer)
 
 
 @pytest.fixture
@@ -219,3 +209,26 @@ def test_other_seed_holds_out_other_rows_and_a_larger_fraction_more():
 
 
 SPLITS = [(0.02, 0), (0.1, 0), (0.5, 0), (0.1, 1)]
+
+
+@pytest.mark.parametrize("column", ["answer", "solution"])
+def test_objects_are_ground_truths_and_reach_functions_as_they_stand(tmp_path, judged, column):
+    gold = {"number": "A-1", "total": 10.5, "lines": [{"sku": "x"}]}
+    rows = [{"question": f"Invoice {number}", column: one} for number, one in enumerate([gold, [gold, {"number": "B"}]])]
+    verdict = judged(*rows, held=[{"question": "held", column: gold}], answer_column=column)
+    assert verdict.num_quarantined == 0
+    verdict.split("train").write_parquet(tmp_path / "train.parquet")
+    one, several = read_prompts(tmp_path / "train.parquet")
+    assert json.loads(one.answer) == gold
+    assert [json.loads(text) for text in several.truths] == [gold, {"number": "B"}]
+    assert (one.given_answer, several.given_answer) == (gold, [gold, {"number": "B"}])
+    assert one.extra[column] == gold
+
+
+@pytest.mark.parametrize("value", [{"total": 1}, "free text", 42, None])
+def test_without_ground_truths_a_column_called_answer_stays_as_it_is(tmp_path, judged, value):
+    row = {"question": "Extract.", "answer": value}
+    verdict = judged(row, held=[{"question": "held", "answer": "x"}], answer_column=None)
+    verdict.split("train").write_parquet(tmp_path / "train.parquet")
+    [read] = read_prompts(tmp_path / "train.parquet")
+    assert (read.answer, read.given_answer) == (None, value)

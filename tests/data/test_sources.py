@@ -68,7 +68,7 @@ BROKEN = {
     "message with more": (b'{"prompt": [{"role": "user", "content": "q", "name": "x"}], "answer": "1"}', "message_extra_keys"),
     "no question": (b'{"answer": "1"}', "prompt_missing"),
     "question is a list": (b'{"question": ["q"], "answer": "1"}', "question_not_text"),
-    "answer is an object": (b'{"question": "q", "answer": {"a": 1}}', "answer_type"),
+    "answer is a list of lists": (b'{"question": "q", "answer": [["1"]]}', "answer_type"),
     "answer is a list with null": (b'{"question": "q", "answer": ["1", null]}', "answer_type"),
 }
 

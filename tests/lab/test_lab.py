@@ -18,8 +18,6 @@ from schemas.errors import ConfigError
 from schemas.results.data import LabReport
 
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
-pytestmark = pytest.mark.usefixtures("short_long_texts")
-
 SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05, "strict": True}
 
 FUNCTIONS = """
@@ -76,7 +74,9 @@ FUNCTIONS = """
         return [1.0] + [0.0] * (len(completions) - 1)
 
     def slow(prompts, completions, **columns):
-        time.sleep(0.8 * any(len(text) > 100_000 for text in texts(completions)))
+        began = time.process_time()
+        while any(len(text) > 1_000 for text in texts(completions)) and time.process_time() < began + 0.3:
+            pass
         return [1.0 if text.endswith("</answer>") and text.count("<answer>") == 1 else 0.0 for text in texts(completions)]
 
     def one_task(prompts, completions, answer, task, **columns):
@@ -93,12 +93,6 @@ def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **l
     entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
     return run_lab(config, rows, samples)
-
-
-@pytest.fixture
-def short_long_texts(monkeypatch):
-    """Long probes of 110,000 instead of a million characters, where speed does not matter."""
-    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
 
 
 def failed(findings):
@@ -148,7 +142,7 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
         ("too_few", "contract", "scores for"),
         ("remembers", "determinism", "in a second call"),
         ("first_wins", "determinism", "at another position in the batch"),
-        ("slow", "speed", "s per completion; the limit is 0.5 s"),
+        ("slow", "speed", "of 4,096 characters; the limit is 0.2 s"),
         ("rewards_tags", "gaming", "the perfect completion only"),
     ],
 )
@@ -246,18 +240,18 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
 
 
 def test_base_samples_show_pass_rates_and_advise_measuring(run_config, rows):
-    right, wrong = HONEST, HONEST.replace("42", "41")
-    answers = [rows[index].answer for index in range(4)]
-    samples = [group(row, wrong, "no") for row in rows[1:3]] + [group(rows[3], HONEST.replace("42", answers[3]))]
-    samples.append(group(rows[0], HONEST.replace("42", answers[0]), right))
+    wrong = HONEST.replace("42", "1")
+    good = [HONEST.replace("42", row.answer) for row in rows]
+    samples = [group(row, "no", "neither") for row in rows[1:3]]
+    samples += [group(rows[3], wrong, good[3]), group(rows[0], good[0], good[0])]
     findings = run_lab(run_config({"one": ["format", "correctness"], "two": ["format"]}, lab=SMALL), rows, samples)
     one, two = findings.forecasts
     assert one.pass_rates == [2, 0, 1, 0, 0, 1]
-    assert two.pass_rates == [0, 0, 2, 0, 0, 2]
+    assert two.pass_rates == [2, 0, 0, 0, 0, 2]
     text = report_markdown(findings.checks, findings.forecasts)
     assert "2 of 4 sampled prompts are never solved by the rewards of stage one and 1 always" in text
     assert "difficulty.samples: 8" in text
-    assert advice([two]) != []
+    assert "keep_pass_rate would leave no prompt" in advice([two])[0]
     assert advice([one.model_copy(update={"pass_rates": [1, 1, 2, 0, 0, 0]})]) == []
 
 
@@ -304,7 +298,7 @@ def test_the_report_shows_the_first_failure_and_every_function(run_config, own_m
     assert "First failure: returns_nan / contract" in text
     assert "## format" in text
     assert "**FAILED**" in text
-    assert f"- contract: {FIXES['contract']}" in text
+    assert "- returns_nan/contract: guard the division or logarithm it comes from" in text
 
 
 @pytest.mark.slow
@@ -312,6 +306,16 @@ def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
     there, back = run_lab(config, rows), run_lab(config, rows[::-1])
     assert there.probes.equals(back.probes)
+
+
+def test_without_a_truth_any_object_is_perfect_for_format_alone(make_row):
+    row, completion = make_row(1, None), CompletionConfig(format="json", required=["total"])
+    assert make_probes(row, completion)[0].text == '{"total": "text"}'
+    assert {probe.role for probe in make_probes(row, completion, form_suffices=False)} == {"empty", "edge"}
+    truth = make_row(1, '{"total":10.5}')
+    kinds = {probe.kind: probe.text for probe in make_probes(truth, completion, form_suffices=False)}
+    assert kinds["perfect"] == truth.answer
+    assert json.loads(kinds["wrong_answer_right_format"]) == {"total": "10.5 and something else"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from schemas.config.rewards import BUILTIN_REWARDS
 TAGS = TagsConfig()
 OF_TEXT = [name for name in BUILTIN if name != "environment"]
 """The reward of an environment is that of the environment, whatever the text."""
-LONG = long_texts(TAGS)
+LONG = long_texts(TAGS, 1_000_000)
 BLANK = ("long_blanks", "long_invisible", "long_newlines")
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 

@@ -102,8 +102,7 @@ def test_a_reserved_column_is_left_out_in_training_and_in_the_lab(own_module, re
     assert trained[0, 1] < 0.0
 
 
-def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
+def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row):
     rows = [make_row(1), make_row(2, trainer_state="x", level=3)]
     findings = run_lab(run_config({"s": ["format"]}, lab={"num_rows": 2}), rows)
     [check] = [check for check in findings.checks if check.check == "columns"]
@@ -131,6 +130,9 @@ def test_a_completion_is_solved_at_the_share_of_the_full_reward():
     expected = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, np.nan]
     assert np.array_equal(solved(scores, weights, full, 0.8), expected, equal_nan=True)
     assert solved(scores[3:4], weights, full, 1.0).tolist() == [0.0]
+    # Scores that are all negative, such as a loss: the full score counts as it stands.
+    losses, weight, best = np.array([[-3.0], [-3.3], [np.nan]]), np.array([1.0]), np.array([-3.2])
+    assert np.array_equal(solved(losses, weight, best, 0.8), [1.0, 0.0, np.nan], equal_nan=True)
 
 
 def test_functions_that_only_punish_do_not_raise_the_full_reward():

@@ -5,13 +5,16 @@ RUNS     form -> scores for a right and a wrong completion
 REFUSED  form -> where it is refused, and with which sentence
 """
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from grpo_tasks.content.modules import cause_of
 from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config.completion import CompletionConfig
 from schemas.prompts import PLAIN
 
 RIGHT = "<reasoning>\n15 + 27 = 42\n</reasoning>\n<answer>\n42\n</answer>\n"
@@ -291,6 +294,26 @@ def test_the_answer_is_a_list_where_the_data_lists_several(own_module, rewards_c
     assert bool(scores.totals[2] != scores.totals[2])
 
 
+def test_functions_get_objects_and_built_in_ones_their_text(own_module, rewards_config, make_row):
+    own_module("""
+        def sees(completions, answer, **kwargs):
+            assert answer == [{"total": 1}, "free text", "42"], answer
+            return [1.0] * 3
+    """)
+    rows = [make_row(1, '{"total":1}'), make_row(2, None), make_row(3, "42")]
+    rows = [
+        replace(row, extra=extra)
+        for row, extra in zip(rows, ({"answer": {"total": 1}}, {"answer": "free text"}, {}), strict=True)
+    ]
+    batch = batch_of(rows, ['{"total": 1.0}', "free text", '{"total": 42}'], [[1]] * 3)
+    completion = CompletionConfig(format="json", equality="json")
+    names = ["sees", "correctness"]
+    with RewardSuite(rewards_config(sees={"function": "my_rewards:sees"}), names, completion=completion) as suite:
+        scores = suite.score(batch)
+    assert scores.raw[:2].tolist()[0] == [1.0, 1.0]
+    assert [score == score for score in scores.raw[:, 1]] == [True, False, True]
+
+
 def test_columns_of_log_extra_travel_with_the_scores(loaded, rewards_config, batch):
     loaded([])
     with RewardSuite(rewards_config(judge={"function": "my_rewards:judge"}), ["judge"]) as suite:
@@ -336,3 +359,34 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert nothing.raw[0, 0] != nothing.raw[0, 0]
     assert isinstance(fault, RewardFault)
     assert index == 3
+
+
+def test_a_fault_inside_a_library_names_the_users_line(own_module, refusal_of):
+    own_module("""
+        import json
+
+        SCORES = json.loads("{")
+
+        def mine(completions, **kwargs):
+            return [0.0] * len(completions)
+    """)
+    error = refusal_of(function="my_rewards:mine")
+    assert error.message.startswith("my_rewards cannot be imported: JSONDecodeError")
+    assert error.place.endswith("my_rewards.py:4 in <module>")
+    own_module("import json\n\ndef mine(completions:\n", name="unfinished")
+    assert refusal_of(function="unfinished:mine").place.endswith("unfinished.py:3")
+    own_module("import json\nimport no_such_library\n", name="importing")
+    assert refusal_of(function="importing:mine").place.endswith("importing.py:2 in <module>")
+    own_module(
+        "import json\n\nclass Mine:\n    def __init__(self):\n        json.loads('{')\n    def __call__(self): ...\n",
+        name="a_class",
+    )
+    assert refusal_of(function="a_class:Mine").place.endswith("a_class.py:5 in __init__")
+
+
+def test_code_for_a_gpu_runs_without_one_after_the_fix():
+    import torch
+
+    fix = cause_of(AssertionError("Torch not compiled with CUDA enabled"))
+    device = re.search(r"write \.to\((.*)\) instead of \.cuda\(\)", fix)[1]
+    assert torch.zeros(1).to(eval(device)).shape == (1,)
