@@ -16,6 +16,7 @@ from pathlib import Path
 
 from grpo_tasks.content.hashes import digest_of, file_sha256
 from grpo_tasks.content.modules import Copies, copies_in, keep_modules, own_sources
+from grpo_tasks.content.shards import shards_of
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource
@@ -64,8 +65,8 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
     copies = copies_in([folder])
     assert copies is not None, "the copies were made above"
     sources = [*config.data.train, *config.data.eval, *(source for guard in config.promotion.guards for source in guard.data)]
-    files = ((_file_of(source), source) for source in sources)
-    hashed = {file: source.sha256 or file_sha256(file) for file, source in files if file is not None}
+    files = ((_file_of(shard), shard) for source in sources for shard in shards_of(source))
+    hashed = {file: shard.sha256 or file_sha256(file) for file, shard in files if file is not None}
     given = _locked(config, hashed)
     return Inputs(given, _with_gold(given.with_module_dir(folder, replace=True), parent, hashed), copies, hashed)
 
@@ -113,7 +114,11 @@ def _file_of(source: DataSource) -> Path | None:
 
 def _locked(config: RunConfig, hashed: dict[Path, str]) -> RunConfig:
     def lock(sources: Sequence[DataSource]) -> list[DataSource]:
-        return [source.locked(hashed[file]) if (file := _file_of(source)) is not None else source for source in sources]
+        # A file that is not there is refused by the step that reads it.
+        return [
+            source.locked({one.path: hashed[file] for one in shards_of(source) if (file := _file_of(one)) in hashed})
+            for source in sources
+        ]
 
     data = config.data.model_copy(update={"train": lock(config.data.train), "eval": lock(config.data.eval)})
     guards = [guard.model_copy(update={"data": lock(guard.data)}) for guard in config.promotion.guards]
