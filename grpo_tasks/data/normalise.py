@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import polars as pl
 
+from grpo_tasks.content.shards import shards_of
 from grpo_tasks.data.table import json_digest
 from schemas.config.data import DataConfig, PromptFormat
 from schemas.errors import ConfigError, DataError
@@ -166,7 +167,8 @@ def _by_source(data: DataConfig, extract: Callable[[str | None], pl.Expr]) -> pl
     found = extract(data.answer_pattern)
     for source in [*data.train, *data.eval]:
         if source.answer_pattern:
-            found = pl.when(pl.col("source") == source.path).then(extract(source.answer_pattern)).otherwise(found)
+            own = pl.col("source").is_in([shard.path for shard in shards_of(source)])
+            found = pl.when(own).then(extract(source.answer_pattern)).otherwise(found)
     return found
 
 

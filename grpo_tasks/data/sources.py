@@ -36,7 +36,7 @@ from grpo_tasks.data.chunks import (
     read_chunks_in_parallel,
 )
 from grpo_tasks.data.jsonl import MAX_LINE_BYTES, UTF8, encoding_of, open_as_utf8, read_jsonl, refuse_other_format, wrong_encoding
-from grpo_tasks.data.records import Columns, Fault, Fields, Record, short_json, shorten
+from grpo_tasks.data.records import OPTIONAL, Columns, Fault, Fields, Record, short_json, shorten
 from grpo_tasks.kit.files import replacing
 from schemas.config.data import DataConfig, DataSource, template_columns
 from schemas.errors import DataError
@@ -132,7 +132,8 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
         unit=layout.unit,
         columns=summary.columns,
         with_answer=summary.with_answer,
-        from_messages=summary.from_messages,
+        form=summary.form,
+        of_form=summary.of_form,
     )
 
 
@@ -165,7 +166,8 @@ def _layout(path: Path, source: DataSource, columns: Columns) -> _Layout:
     if file_format == "csv":
         encoding = source.encoding or csv_encoding(path)
         wanted = [columns.original(name) for name in (columns.question, columns.prompt, columns.answer, columns.task)]
-        wanted += [columns.original(name) for name in template_columns(columns.template)] if columns.template else []
+        named = template_columns(columns.template) if columns.template else []
+        wanted += [columns.original(name) for name in {*named, *(name.removesuffix(OPTIONAL) for name in named)}]
         return _Layout("csv", encoding, source.delimiter or csv_delimiter(path, encoding, wanted), "line")
     encoding = source.encoding or encoding_of(path)
     if path.suffix.lower() != ".json":

@@ -138,7 +138,8 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
     question: ColumnsAndSplit[Template | None] = None
-    """Template that joins columns into the question, for example `{Body} {Question}`. Empty: question_column."""
+    """Template that joins columns into the question, for example `{Body} {Question}`; a column with `?`, as in `{input?}`, may be
+    empty. Empty: question_column."""
     rename: ColumnsAndSplit[dict[str, str]] = Field(default_factory=dict)
     """New names of columns, {old: new}. Applied before all other settings; a column that a source does not have is skipped."""
     format: ColumnsAndSplit[Literal["auto", "conversational", "standard"]] = "auto"

@@ -119,7 +119,7 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     asked = ("user", "1 + 1?")
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
     [source] = load_sources(DataConfig.model_validate(data), directory=tmp_path)
-    assert source.from_messages == 3
+    assert (source.form, source.of_form) == ("messages", 3)
     report_data(verdict, Origin("k", tmp_path, 0, [source]))
     assert "3 prompts are the column `messages`, without" in (tmp_path / "report.md").read_text()
 
