@@ -73,7 +73,8 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         how = config.completion.equality if config.completion.has_answer else "exact"
         truths = find_unusable_truths(verdict.accepted, how)
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
-    warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
+    commas = [str(one) for one in verdict.commas if config.data.number_format == "auto"]
+    warnings = [*notes, *commas, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
