@@ -21,7 +21,10 @@ _MARKS = re.compile(r"[-_](?:train|test|data)|(?:train|test|data)[-_]")
 
 def init(
     file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A data file, a folder of them or a pattern. Without it, the only file of the current folder.")
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="A data file, a folder of them or a pattern. Without it, the only file of the current folder."
+        ),
     ] = None,
     into: Annotated[Path | None, typer.Option("--out", metavar="CONFIG", help="Config to write. Default: NAME.yaml.")] = None,
     question: Annotated[str | None, typer.Option(help="Column with the question, or with chat messages.")] = None,
@@ -110,8 +113,8 @@ def _show(found: "Proposal", target: Path) -> None:
         say(f"  refused: {reason}")
     for name, why in found.left_out:
         say(f"  left out: {name} ({why})")
-    for note in found.notes:
-        say(f"  {note}")
+    for one in found.commas:
+        say(f"  {one}")
     say(f"written: {target}")
     for command in ("validate", "rewards", "run"):
         say(f"  grpo {command} {target}")

@@ -22,8 +22,8 @@ from schemas.paths import EMBEDDED, is_local, resolve
 
 PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 FORMATS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet",
-    ".arrow": "arrow",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 MAX_FILES = 10_000
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
@@ -72,13 +72,15 @@ def shards_sha256(source: DataSource) -> str:
         for one, path in paths
         if one.sha256 or path.exists()
     ]
-    return digest_of(found) if len(found) > 1 or (found and found[0][0] != source.path) else "".join(sha256 for _, sha256 in found)
+    return (
+        digest_of(found) if len(found) > 1 or (found and found[0][0] != source.path) else "".join(sha256 for _, sha256 in found)
+    )
 
 
 def _names(source: DataSource) -> list[str]:
     folder = Path(resolve(source.path))
     if is_pattern(source.path):
-        names = sorted(name for name in glob.iglob(source.path, recursive=True) if not os.path.isdir(name))  # noqa: PTH112
+        names = sorted(name for name in glob.iglob(source.path, recursive=True) if not os.path.isdir(name))  # noqa: PTH112, PTH207
         if not names:
             raise DataError("no file matches the pattern", place=source.path, fix="paths are relative to the working directory")
         return _limited(names, source)
@@ -119,7 +121,8 @@ def _of_folder(folder: Path, source: DataSource) -> list[str]:
         found = [path for path in found if splits[path] == wanted]
     formats = sorted({str(format_of(path)) for path in found})
     if len(formats) > 1:
-        fix = f"set the source's format, or name the files by a pattern, for example {source.path}/*{unpacked_name(found[0]).suffix}"
+        example = f"{source.path}/*{unpacked_name(found[0]).suffix}"
+        fix = f"set the source's format, or name the files by a pattern, for example {example}"
         raise DataError(f"the folder holds files of several formats: {', '.join(formats)}", place=source.path, fix=fix)
     return _limited([str(Path(source.path) / path) for path in found], source)
 

@@ -7,7 +7,6 @@ here, and no row is judged: proposal.py tries the choices.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, time
 from decimal import Decimal
 from statistics import fmean
 
@@ -27,7 +26,7 @@ WORKINGS = ("solution", "rationale", "explanation", "reasoning", "cot", "thought
 ABOUT = (
     *("id", "idx", "index", "uuid", "source", "dataset", "split", "category", "type", "topic", "subject", "level", "difficulty"),
     *("language", "lang", "license", "author", "date", "year", "url", "score", "rating", "votes", "upvotes", "likes", "count"),
-    *("length", "tokens", "metadata", "version", "model", "num", "seed"),
+    *("length", "forms", "metadata", "version", "model", "num", "seed"),
 )
 """Words of names whose columns describe a row."""
 FILLED = 0.9
@@ -77,20 +76,20 @@ class Profile:
     name: str
     position: int
     kind: str
-    """chat, text, number, truth (true or false), list, object, other or empty."""
+    """chat, text, number, truth (true or false), list, object (or anything else) or empty."""
     filled: float
     """Share of the rows with a value of this kind."""
     distinct: float
     """Different values among them, as a share."""
     constant: bool
-    """Whether several rows have one value."""
+    """Whether all rows, of several, have one value."""
     words: float = 0.0
     """In the mean."""
     asks: float = 0.0
     """Share of the texts with a question mark, a gap or an open equation."""
     marked: float = 0.0
     """Share of the texts with a mark of a final answer."""
-    token: str = ""
+    what: str = ""
     """a date, an identifier or a path, if all texts are such."""
     number: bool = False
     """Whether it holds numbers, perhaps as text with a currency or a percent sign."""
@@ -111,7 +110,7 @@ class Profile:
     @property
     def is_sentence(self) -> bool:
         """Whether it holds language rather than a label."""
-        return self.kind == "text" and not self.token and self.words >= _SENTENCE_WORDS
+        return self.kind == "text" and not self.what and self.words >= _SENTENCE_WORDS
 
 
 def profiles(rows: Rows) -> list[Profile]:
@@ -129,7 +128,12 @@ def _profile(name: str, position: int, values: Sequence[object]) -> Profile:
     mine = [value for value, found in zip(values, kinds, strict=True) if found == kind]
     texts = [str(value) for value in mine]
     share, number = len(mine) / len(values), len(set(texts))
-    base = {"filled": share, "distinct": number / len(mine), "constant": number == 1 < len(mine), "example": texts[0][:60]}
+    base = {
+        "filled": share,
+        "distinct": number / len(mine),
+        "constant": number == 1 < len(mine) and share >= FILLED,
+        "example": texts[0][:60],
+    }
     if kind == "chat":
         last = [chat_message(value[-1]) for value in mine if isinstance(value, list)]
         replies = sum(isinstance(one, Mapping) and one["role"] == "assistant" for one in last)
@@ -140,11 +144,11 @@ def _profile(name: str, position: int, values: Sequence[object]) -> Profile:
     def part(pattern: str | re.Pattern[str]) -> float:
         return sum(re.search(pattern, text) is not None for text in texts) / len(texts)
 
-    tokens = {"a date": _DATE, "an identifier": _ID, "a path": _PATH}
-    token = next((what for what, form in tokens.items() if all(form.fullmatch(text.strip()) for text in texts)), "")
+    forms = {"a date": _DATE, "an identifier": _ID, "a path": _PATH}
+    what = next((name for name, form in forms.items() if all(form.fullmatch(text.strip()) for text in texts)), "")
     # Answers such as B2 recur; identifiers do not.
-    if token == "an identifier" and base["distinct"] < FILLED:
-        token = ""
+    if what == "an identifier" and base["distinct"] < FILLED:
+        what = ""
     return Profile(
         name,
         position,
@@ -152,7 +156,7 @@ def _profile(name: str, position: int, values: Sequence[object]) -> Profile:
         words=fmean(len(text.split()) + len(_WIDE.findall(text)) / 2 for text in texts),
         asks=part(_ASKS),
         marked=part(MARKS),
-        token=token,
+        what=what,
         number=all(_NUMBER.fullmatch(text.strip()) for text in texts),
         ends=sum(text.rstrip()[-1:] in _SENTENCE_END for text in texts) / len(texts),
         **base,
@@ -162,21 +166,13 @@ def _profile(name: str, position: int, values: Sequence[object]) -> Profile:
 def _kind(value: object) -> str:
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
         return "empty"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, bool):
-        return "truth"
-    if isinstance(value, int | float | Decimal):
-        return "number"
     if isinstance(value, list):
-        messages = [chat_message(item) for item in value]
-        if all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in messages):
+        if all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in map(chat_message, value)):
             return "chat"
         # Several true and false are one answer in parts, not several right answers.
-        return "list" if all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in value) else "object"
-    if isinstance(value, date | time):
-        return "other"
-    return "object" if isinstance(value, Mapping) else "other"
+        return "list" if all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in value) else "object"
+    kinds = {str: "text", bool: "truth", int: "number", float: "number", Decimal: "number"}
+    return kinds.get(type(value), "object")
 
 
 def candidates(rows: Rows, *, question: str | None = None) -> list[ColumnChoice]:
@@ -212,7 +208,7 @@ def _asks(column: Profile) -> float:
     likely = 4 * column.named(QUESTIONS) + 2 * column.asks + 1.5 * column.distinct + min(column.words, 40) / 80
     likely += column.words >= _SENTENCE_WORDS
     unlikely = 2.5 * (column.named(ANSWERS) >= FILLED) + 2 * (column.named(WORKINGS) > 0) + 1.5 * column.marked
-    unlikely += 3 * bool(column.token) + (column.named(CONTEXTS) > 0 and not column.named(QUESTIONS))
+    unlikely += 3 * bool(column.what) + (column.named(CONTEXTS) > 0 and not column.named(QUESTIONS))
     unlikely += 1.5 * (column.named(ABOUT) > 0 and column.named(QUESTIONS) <= 0.5)
     return max(likely - unlikely, 0.05)
 
@@ -222,21 +218,22 @@ def _answer(question: Profile, columns: Sequence[Profile], rows: Rows) -> Profil
     fitting = [one for one in columns if one.kind in ("text", "number", "truth", "list") and one.filled >= FILLED]
     # What is always the same, or called as such columns are, describes the rows.
     about = (*ABOUT, *WORKINGS, *REPLIES, *CONTEXTS)
-    told = [one for one in fitting if one is not question and not one.constant and not one.token and not one.named(about)]
+    told = [one for one in fitting if one is not question and not one.constant and not one.what and not one.named(about)]
 
     def likely(column: Profile) -> float:
         named = 0.0 if column.name == PREFERRED else column.named(ANSWERS)
         short = column.words <= _LONG_WORDS or column.marked > 0
-        score = 4 * named + short + column.number / 2 + 1.5 * (short and told == [column])
-        score += 0.75 * (column.position == question.position + 1) + 0.5 * (column.position > question.position)
+        after = column.position > question.position
+        score = 4 * named + short + column.number / 2 + 1.5 * (short and after and told == [column])
+        score += 0.75 * (column.position == question.position + 1) + 0.5 * after
         # A solution is the ground truth only where no column has its result alone.
         working = column.named(WORKINGS) > 0 or column.marked > 0.5 or (column.kind == "text" and column.words > _LONG_WORDS)
-        score -= 3 * bool(column.token) + working + 3 * (not named and column.named(about) > 0)
+        score -= 3 * bool(column.what) + working + 3 * (not named and column.named(about) > 0)
         few = column.constant or (column.kind == "text" and column.distinct <= 0.2)
         return score - 1.5 * (few and not named)
 
     found = [one for one in fitting if one is not question and likely(one) > 1.5]
-    # A column called as questions are is one, where its name is no answer's too. A reply is the truth unless a name says otherwise.
+    # A column called as questions are is one, where its name is no answer's too. A reply is the truth, unless a name says so.
     found = [one for one in found if one.named(ANSWERS) or not (question.reply or one.named(QUESTIONS) >= FILLED)]
     best = max(found, key=likely, default=None)
     if best is None or best.number or best.named(ANSWERS):
@@ -252,7 +249,7 @@ def _joined(
     """The columns that stand with the question, and the template that joins them."""
     with_it: list[Profile] = []
     for one in columns:
-        if one in (question, answer) or one.kind != "text" or one.token or not one.filled:
+        if one in (question, answer) or one.kind != "text" or one.what or not one.filled:
             continue
         if one.named(REPLIES) or one.named(WORKINGS) or one.marked or (one.named(ANSWERS) >= FILLED and not one.constant):
             continue
@@ -260,7 +257,9 @@ def _joined(
             with_it.append(one)
             continue
         repeated = one.constant or (one.distinct < 0.5 and one.filled >= FILLED)
-        instructs = repeated and one.is_sentence and (one.named(QUESTIONS) > 0 or one.ends >= 0.5) and not one.named(ABOUT) >= FILLED
+        instructs = (
+            repeated and one.is_sentence and (one.named(QUESTIONS) > 0 or one.ends >= 0.5) and not one.named(ABOUT) >= FILLED
+        )
         before = one.position < question.position and one.words > _SENTENCE_WORDS and not one.named(ABOUT)
         if instructs or (before and not _tells(one, answer, rows)):
             with_it.append(one)
@@ -294,24 +293,23 @@ def left_out(choice: ColumnChoice, rows: Rows, refused: Mapping[str, str]) -> li
 
 
 def _why(column: Profile, choice: ColumnChoice) -> str:
-    if column.kind == "empty":
-        return "always empty"
-    if column.kind == "list":
-        return f"a list, such as {column.example}; a question that needs it, as for its options, has to contain it"
-    if column.kind in ("object", "other"):
-        return f"no text or number, but {column.example}"
-    if column.name == PREFERRED:
-        return "a preferred reply, no ground truth: for `demonstrations: {column: chosen}` or `lab: {gold: chosen}`"
-    if column.kind == "chat" or (column.kind == "text" and column.named(REPLIES) > 0):
-        return "replies, no question and no ground truth"
-    if column.token:
-        return f"holds {column.token}"
-    if column.constant:
-        return f"the same in every row: {column.example}"
-    if column.named(WORKINGS) > 0 or column.marked > 0:
-        return f"a worked solution: for `demonstrations: {{column: {column.name}}}`"
-    if column.filled < FILLED:
-        return f"filled in {column.filled:.0%} of the rows only"
-    if column.words < _SENTENCE_WORDS or column.named(ABOUT) > 0 or choice.question is None:
-        return "seems to describe the row; if it is the ground truth, name it with --answer"
-    return f"text beside the question; where the question needs it, data.question: '{{{column.name}}} {{{choice.question}}}' joins it"
+    few_words = column.words < _SENTENCE_WORDS or column.named(ABOUT) > 0 or choice.question is None
+    reasons = {
+        "always empty": column.kind == "empty",
+        f"a list, such as {column.example}; a question that needs it, as for its options, has to contain it": column.kind
+        == "list",
+        f"no text or number, but {column.example}": column.kind == "object",
+        "a preferred reply, no ground truth: for `demonstrations: {column: chosen}` or `lab: {gold: chosen}`": column.name
+        == PREFERRED,
+        "replies, no question and no ground truth": column.kind == "chat"
+        or (column.kind == "text" and column.named(REPLIES) > 0),
+        f"holds {column.what}": bool(column.what),
+        f"the same in every row: {column.example}": column.constant,
+        f"a worked solution: for `demonstrations: {{column: {column.name}}}`": column.named(WORKINGS) > 0 or column.marked > 0,
+        f"filled in {column.filled:.0%} of the rows only": column.filled < FILLED,
+        "seems to describe the row; if it is the ground truth, name it with --answer": few_words,
+    }
+    join = f"data.question: '{{{column.name}}} {{{choice.question}}}'"
+    return next(
+        (reason for reason, holds in reasons.items() if holds), f"text beside the question; where it needs it, set {join}"
+    )

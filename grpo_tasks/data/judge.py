@@ -96,7 +96,7 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", mar
     form = prompt_format(rows, config.data)
     rules = row_rules(config.completion.tags, markers, form)
     commas = decimal_commas(rows, config.data)
-    with_commas = [one.source for one in commas if one.used]
+    with_commas = {file for one in commas if one.used for file in one.files}
     exact = rows.height <= EXACT_ROWS
     rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
@@ -245,7 +245,9 @@ def _both_filled(judged: pl.DataFrame, broken: pl.DataFrame, config: RunConfig) 
     order = sorted(usable["prompt_id"], key=lambda prompt_id: hash_number(prompt_id, seed=config.seed))
     held_out = pl.Series(order[: fewest if held < fewest else most], dtype=pl.String)
     moved = pl.when(pl.col("prompt_id").is_in(held_out.implode())).then(pl.lit("eval")).otherwise(pl.lit("train"))
-    return judged.with_columns(split=pl.when(pl.col("prompt_id").is_in(usable["prompt_id"].implode())).then(moved).otherwise("split"))
+    return judged.with_columns(
+        split=pl.when(pl.col("prompt_id").is_in(usable["prompt_id"].implode())).then(moved).otherwise("split")
+    )
 
 
 def hash_number(prompt_id: str, *, seed: int) -> int:

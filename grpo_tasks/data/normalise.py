@@ -33,7 +33,9 @@ _NUMBER = rf"^(?:{_SIGN}{_SPACE}{_CURRENCY}?|{_CURRENCY}{_SPACE}{_SIGN}?)?{_SPAC
 
 _AROUND = r"[^0-9.,]{0,12}"
 _POINTS, _COMMAS = r"(?:[.\x{a0}\x{202f}\x{2009}'’ ][0-9]{3})", r"(?:,[0-9]{3})"
-_WITH_COMMA = rf"^{_AROUND}(?:[0-9]{{1,3}}{_POINTS}+,[0-9]+|[0-9]+,(?:[0-9]{{1,2}}|[0-9]{{4,}})|0,[0-9]+|[0-9]{{4,}},[0-9]+){_AROUND}$"
+_WITH_COMMA = (
+    rf"^{_AROUND}(?:[0-9]{{1,3}}{_POINTS}+,[0-9]+|[0-9]+,(?:[0-9]{{1,2}}|[0-9]{{4,}})|0,[0-9]+|[0-9]{{4,}},[0-9]+){_AROUND}$"
+)
 """A number, perhaps with a currency or a unit, whose comma cannot group thousands."""
 _WITH_POINT = (
     rf"^{_AROUND}(?:[0-9]{{1,3}}{_COMMAS}+\.[0-9]+|[0-9]{{1,3}}{_COMMAS}{{2,}}|[0-9]+\.(?:[0-9]{{1,2}}|[0-9]{{4,}})|0?\.[0-9]+"
@@ -85,9 +87,10 @@ def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
 
 @dataclass(frozen=True, slots=True)
 class DecimalCommas:
-    """How the ground truths of one file write decimals, where commas occur."""
+    """How the ground truths of one source write decimals, where commas occur."""
 
     source: str
+    files: frozenset[str]
     commas: int
     """Answers with a decimal comma."""
     points: int
@@ -100,33 +103,42 @@ class DecimalCommas:
         found = f"{self.source}: answers with a decimal comma ({self.commas:,}, first {self.first!r})"
         if self.used:
             return (
-                f"{found} are read as numbers with a point, which completions have to write too; data.number_format: point leaves "
-                "them as they are"
+                f"{found} are read as numbers with a point, and completions have to write a point too; data.number_format: point "
+                "leaves them as they are"
             )
         return (
-            f"{found} stand beside others with a decimal point or a comma between thousands ({self.points:,}) and are left as they "
+            f"{found} stand beside others with a decimal point or a comma between thousands ({self.points:,}) and stay as they "
             "are; data.number_format: comma reads 1.234,5 as 1234.5"
         )
 
 
 def decimal_commas(rows: pl.DataFrame, data: DataConfig) -> list[DecimalCommas]:
-    """The files (of `rows`, schemas/tables.py Raw) whose ground truths have decimal commas, in reading order."""
+    """The sources (of `rows`, schemas/tables.py Raw) whose ground truths have decimal commas, in reading order."""
     if data.number_format == "point":
         return []
+    # All files of a source are written alike.
+    files = {shard.path: source.path for source in [*data.train, *data.eval] for shard in shards_of(source)}
     given = rows.lazy().select("source", answer=pl.coalesce("answers", pl.concat_list("answer"))).explode("answer")
-    # Most answers hold neither mark; only a number can be short.
+    # Most answers hold neither mark; only a short one is a number.
     marked = given.filter(pl.col("answer").str.contains("[.,]")).collect()
     text = _by_source(data, lambda pattern: _last_match(pl.col("answer"), pattern)).str.strip_chars(BLANKS)
     found = marked.with_columns(answer=text).filter(pl.col("answer").str.len_chars() <= _MAX_NUMBER_LENGTH)
     comma, point, either = (pl.col("answer").str.contains(pattern) for pattern in (_WITH_COMMA, _WITH_POINT, _EITHER))
-    counts = found.group_by("source", maintain_order=True).agg(
+    counts = found.group_by(path=pl.col("source").replace(files), maintain_order=True).agg(
         commas=comma.sum(), points=(point | either).sum(), certain=point.sum(), first=pl.col("answer").filter(comma).first()
     )
     forced = data.number_format == "comma"
     return [
-        # 1,500 alone may be either; more of them than of decimal commas are thousands.
-        DecimalCommas(source, commas, points, first or "", forced or (not certain and commas >= points))
-        for source, commas, points, certain, first in counts.iter_rows()
+        DecimalCommas(
+            path,
+            frozenset(file for file, source in files.items() if source == path),
+            commas,
+            points,
+            first or "",
+            # 1,500 alone may be either; more of them than of decimal commas are thousands.
+            used=forced or (not certain and commas >= points),
+        )
+        for path, commas, points, certain, first in counts.iter_rows()
         if commas or forced
     ]
 
@@ -136,7 +148,8 @@ def add_prompts(
 ) -> pl.DataFrame:
     """`rows` (schemas/tables.py Raw) with `prompt` instead of question, messages and text, and the answers normalised.
 
-    `with_commas`: files whose numbers have decimal commas. `other_form`: the row has a prompt, but of another form. `raw_answer`: what the answer pattern was applied to.
+    `with_commas`: files whose numbers have decimal commas. `other_form`: the row has a prompt, but of another form.
+    `raw_answer`: what the answer pattern was applied to.
     `pattern_found`: whether it matched (True without a pattern); null where there was no text.
     """
     raw_answer = pl.col("answer")
@@ -160,7 +173,9 @@ def _with_points(answer: pl.Expr, with_commas: Collection[str], element: pl.Expr
     one = (answer if element is None else element).str.strip_chars(BLANKS)
     groups = one.str.extract_groups(_COMMA_NUMBER).struct
     whole = groups.field("2").str.replace_all("[^0-9]", "")
-    number = pl.concat_str(groups.field("1"), whole, pl.concat_str(pl.lit("."), groups.field("3")).fill_null(""), groups.field("4"))
+    number = pl.concat_str(
+        groups.field("1"), whole, pl.concat_str(pl.lit("."), groups.field("3")).fill_null(""), groups.field("4")
+    )
     rewritten = pl.coalesce(number, one)
     changed = rewritten if element is None else answer.list.eval(rewritten)
     return pl.when(pl.col("source").is_in(list(with_commas))).then(changed).otherwise(answer)

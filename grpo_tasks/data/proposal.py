@@ -1,8 +1,8 @@
 """A data file that nobody has described -> a commented config that the validation step accepts (`grpo init`).
 
-columns.py gives candidates; the first one of which the rules of the validation refuse few rows is taken, however few rows there are.
-Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the trial, so `grpo
-validate` agrees with it.
+columns.py gives candidates; the first one of which the rules of the validation refuse few rows is taken, however few rows the
+file has. Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those
+of the trial, so `grpo validate` agrees with it.
 """
 
 import glob
@@ -23,7 +23,7 @@ from grpo_tasks.content.shards import is_pattern, shards_of
 from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import judge
-from grpo_tasks.data.normalise import normalise_column
+from grpo_tasks.data.normalise import DecimalCommas, normalise_column
 from grpo_tasks.data.records import CHAT_COLUMNS
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.sources import ROWS, load_sources, preview
@@ -40,6 +40,7 @@ PREVIEW_ROWS = 500
 TRIAL_ROWS = 20_000
 """Rows that are validated to find the limits."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
+POINTS_PROMPT = f"{SYSTEM_PROMPT} Write decimals with a point, as in 1.5."
 COMPLETION_TOKENS = 128
 MOST_PROMPT_TOKENS = 2048 - COMPLETION_TOKENS
 """What the context of the embedded model leaves."""
@@ -51,7 +52,9 @@ PATTERNS = (
     (r"(?i)\banswer is:?\s*(.+?)\.?\s*$", "the text after `answer is`"),
 )
 """Marks of the final answer inside a worked solution, in the syntax of Rust's linear-time regular expressions."""
-_WITH_UNIT = r"^\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*$"
+_WITH_UNIT = (
+    r"^\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*$"
+)
 MATCHED = 0.95
 """Share of the answers in which a pattern must occur."""
 _LONGEST_CHOICE = 3
@@ -67,6 +70,7 @@ _MEANINGS = {
     "answer_pattern": "its first group is the ground truth",
 }
 
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the config says about a data file, and why."""
@@ -79,11 +83,11 @@ class Proposal:
     pattern: str | None
     pattern_meaning: str
     equality: Equality
+    system_prompt: str
     columns: list[str]
     left_out: list[tuple[str, str]]
     """Columns that are neither prompt nor ground truth, each with the reason."""
-    notes: list[str]
-    """What the validation says about the numbers of the ground truth."""
+    commas: list[DecimalCommas]
     rows: int
     refused: int
     reasons: list[str]
@@ -94,13 +98,6 @@ class Proposal:
     def has_truth(self) -> bool:
         """Whether completions are compared with a ground truth."""
         return self.choice.answer is not None or self.choice.reply_is_truth
-
-    @property
-    def system_prompt(self) -> str:
-        """What every prompt begins with."""
-        # Ground truths are rewritten with points, so completions have to have them.
-        with_commas = any("point, which completions" in note for note in self.notes)
-        return f"{SYSTEM_PROMPT} Write decimals with a point, as in 1.5." if with_commas else SYSTEM_PROMPT
 
     @property
     def max_invalid_fraction(self) -> float:
@@ -168,7 +165,7 @@ def _held_out(path: str) -> dict[str, str] | None:
     file = Path(path)
     for other in _HELD_OUT if "train" in file.stem else ():
         sibling = str(file.with_name(file.name.replace("train", other)))
-        if Path(sibling).is_file() or (is_pattern(sibling) and glob.glob(sibling, recursive=True)):
+        if Path(sibling).is_file() or (is_pattern(sibling) and glob.glob(sibling, recursive=True)):  # noqa: PTH207
             return {"path": sibling}
     if file.is_dir():
         train = [shard.path for shard in shards_of(DataSource(path=path))]
@@ -179,7 +176,14 @@ def _held_out(path: str) -> dict[str, str] | None:
     return None
 
 
-def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, rows: Rows, folder: Path) -> Proposal:
+def _tried(
+    path: str,
+    choice: ColumnChoice,
+    pattern: tuple[str, str] | None,
+    rows: Rows,
+    folder: Path,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> Proposal:
     """Validate the file with this reading; raises `_RefusedReading` when the rules refuse most rows."""
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
     held_out = _held_out(path)
@@ -187,7 +191,7 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, row
     settings = data_settings(choice, columns, pattern[0] if pattern else None)
     # The stage trains nothing here: a config has one.
     config = RunConfig(
-        data=DataConfig.model_validate(sources | settings | {"system_prompt": SYSTEM_PROMPT}),
+        data=DataConfig.model_validate(sources | settings | {"system_prompt": system_prompt}),
         validation=ValidationConfig(max_prompt_length=MOST_PROMPT_TOKENS),
         completion=CompletionConfig(equality="exact"),
         rollout=RolloutConfig(max_completion_length=COMPLETION_TOKENS),
@@ -210,8 +214,11 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, row
         worst = max(broken, key=lambda rule: rule.rows)
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
     truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
-    if choice.answer is None and truths and pattern is None and (replied := find_pattern(truths)):
-        return _tried(path, choice, replied, rows, folder)
+    replied = find_pattern(truths) if choice.reply_is_truth and pattern is None else None
+    # Ground truths are rewritten with points, so completions have to have them.
+    wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
+    if replied or wanted != system_prompt:
+        return _tried(path, choice, replied or pattern, rows, folder, wanted)
     return Proposal(
         train=path,
         eval=held_out,
@@ -219,9 +226,10 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, row
         pattern=pattern[0] if pattern else None,
         pattern_meaning=pattern[1] if pattern else "",
         equality=find_equality(truths),
+        system_prompt=system_prompt,
         columns=columns,
         left_out=[],
-        notes=[str(one) for one in verdict.commas],
+        commas=verdict.commas,
         rows=verdict.rows,
         refused=verdict.num_quarantined,
         reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
@@ -305,7 +313,7 @@ def _data(proposal: Proposal) -> str:
         lines.append("  eval_fraction: 0.1    # share of the rows that is held out for evaluation")
     lines.append(f"  # columns of the file: {_comment(', '.join(proposal.columns))}")
     lines += [f"  #   {_comment(f'{name} is left out: {why}')}" for name, why in proposal.left_out]
-    lines += [f"  # {_comment(note)}" for note in proposal.notes]
+    lines += [f"  # {_comment(str(one))}" for one in proposal.commas]
     for key, value in data_settings(proposal.choice, proposal.columns, proposal.pattern).items():
         meaning = proposal.pattern_meaning if key == "answer_pattern" else _MEANINGS[key]
         if key == "answer_column" and value is None:

@@ -35,7 +35,9 @@ _ALPACA_TEMPLATE, _ALPACA_ANSWER = "{instruction}\n{input?}", "output"
 _ROLES_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 """ShareGPT's names of the roles."""
 _MEDIA_NAME = re.compile(r"(?i)image|img|picture|photo|audio|video")
-_MEDIA_TEXT = re.compile(r"(?is)data:(?:image|audio|video)/|[^\n]{1,2000}\.(?:png|jpe?g|webp|gif|bmp|tiff?|svg|wav|mp3|flac|mp4|webm)$")
+_MEDIA_TEXT = re.compile(
+    r"(?is)data:(?:image|audio|video)/|[^\n]{1,2000}\.(?:png|jpe?g|webp|gif|bmp|tiff?|svg|wav|mp3|flac|mp4|webm)$"
+)
 _MEDIA_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"fLaC", b"ID3", b"OggS")
 
 
@@ -142,7 +144,7 @@ def read_row(record: Record, columns: Columns) -> RawRow:
 
 
 def known_form(fields: Fields, columns: Columns) -> str | None:
-    """The column by which a row of a well-known form asks: one of CHAT_COLUMNS, or ALPACA. It counts only where nothing else does."""
+    """The column by which a row of a well-known form asks, of CHAT_COLUMNS or ALPACA. It counts only where nothing else does."""
     if columns.template is not None or fields.get(columns.prompt) is not None or fields.get(columns.question) is not None:
         return None
     for name in CHAT_COLUMNS:

@@ -25,9 +25,9 @@ import tenacity
 from pydantic import BaseModel
 
 from grpo_tasks.content.hashes import file_sha256, folder_sha256, outputs_sha256
-from grpo_tasks.content.shards import shards_sha256
 from grpo_tasks.content.model_files import hub_commit
 from grpo_tasks.content.modules import modules_sha256
+from grpo_tasks.content.shards import shards_sha256
 from schemas.config.data import DataSource
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import JUDGES_BY, JudgeConfig, RewardsConfig

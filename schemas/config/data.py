@@ -55,7 +55,7 @@ class DataSource(Section):
     """One file, several files of one form, or one hub data set."""
 
     path: Address
-    """JSONL, JSON, CSV, TSV, Parquet or Arrow file (from the working directory), which may be packed (.gz, .zst); a pattern such as
+    """JSONL, JSON, CSV, TSV, Parquet or Arrow file (from the working directory), also packed (.gz, .zst); a pattern such as
     parts/*.parquet; a folder of such files, or one that save_to_disk wrote; hub id such as openai/gsm8k; or embedded:FILE."""
     format: Details[Literal["auto", "jsonl", "csv", "parquet", "arrow", "hub"]] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
@@ -136,8 +136,8 @@ class DataConfig(Section):
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""
     number_format: ColumnsAndSplit[Literal["auto", "comma", "point"]] = "auto"
-    """How ground truths write numbers. point: 1,234.5. comma: 1.234,5, which becomes 1234.5. auto: comma for a file that has decimal
-    commas such as 1,50 and no decimal points. The validation says which files that are."""
+    """How ground truths write numbers. point: 1,234.5. comma: 1.234,5, which becomes 1234.5. auto: comma for a file that has
+    decimal commas such as 1,50 and no decimal points. The validation says which files that are."""
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
     question: ColumnsAndSplit[Template | None] = None
