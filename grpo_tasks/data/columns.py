@@ -16,7 +16,7 @@ QUESTIONS = ("question", "problem", "query", "instruction", "quiz", "input", "pr
 """Usual names of a question's column."""
 ANSWERS = (
     *("answer", "target", "final_answer", "expert_answer", "ground_truth", "label", "expected", "gold", "solution"),
-    *("solution_text", "output", "response", "completion", "result"),
+    *("solution_text", "output", "response", "completion", "result", "correct", "truth", "reference", "key"),
 )
 """Usual names of a ground truth's column, best first."""
 CONTEXTS = ("body", "context", "passage", "premise", "input", "article", "paragraph", "document", "story", "background")
@@ -39,6 +39,7 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9:.]+(Z|[+-][0-9:]+)?)?|[
 _NUMBER = re.compile(r"[-+\u2212]?[^\w\s]?\s?[0-9][0-9.,'\s]*[^\w\s]?")
 _WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")
 _ASKS = re.compile(r"[?？؟;]\s*$|[?？؟]|[_]{3,}|=\s*$")
+_SERIES = re.compile(r"(?:^|(?<=[_ -])|(?<=[a-z]))[0-9A-H]$|(?:^|(?<=[_ -]))[a-h]$")
 _SENTENCE_END = ".:!?。：！？"
 _SENTENCE_WORDS = 3
 _LONG_WORDS = 5
@@ -215,7 +216,9 @@ def _asks(column: Profile) -> float:
 
 def _answer(question: Profile, columns: Sequence[Profile], rows: Rows) -> Profile | None:
     """The likeliest column of ground truths; None where no column is likely."""
+    options = [one for one in _series(columns) if not one.named(ANSWERS)]
     fitting = [one for one in columns if one.kind in ("text", "number", "truth", "list") and one.filled >= FILLED]
+    fitting = [one for one in fitting if one not in options]
     # What is always the same, or called as such columns are, describes the rows.
     about = (*ABOUT, *WORKINGS, *REPLIES, *CONTEXTS)
     told = [one for one in fitting if one is not question and not one.constant and not one.what and not one.named(about)]
@@ -228,7 +231,9 @@ def _answer(question: Profile, columns: Sequence[Profile], rows: Rows) -> Profil
         score += 0.75 * (column.position == question.position + 1) + 0.5 * after
         # A solution is the ground truth only where no column has its result alone.
         working = column.named(WORKINGS) > 0 or column.marked > 0.5 or (column.kind == "text" and column.words > _LONG_WORDS)
-        score -= 3 * bool(column.what) + working + 3 * (not named and column.named(about) > 0)
+        # `answer_type` and `model_answer` are no answers.
+        beside = column.named(about) > 0 if not named else named < FILLED and column.named((*ABOUT, *REPLIES)) > 0
+        score -= 3 * bool(column.what) + working + 3 * beside
         few = column.constant or (column.kind == "text" and column.distinct <= 0.2)
         return score - 1.5 * (few and not named)
 
@@ -248,7 +253,11 @@ def _joined(
 ) -> tuple[tuple[str, ...], str | None]:
     """The columns that stand with the question, and the template that joins them."""
     with_it: list[Profile] = []
+    series = _series(columns)
     for one in columns:
+        if one in series and one not in (question, answer) and not one.named((*REPLIES, *WORKINGS, *ABOUT)):
+            with_it.append(one)
+            continue
         if one in (question, answer) or one.kind != "text" or one.what or not one.filled:
             continue
         if one.named(REPLIES) or one.named(WORKINGS) or one.marked or (one.named(ANSWERS) >= FILLED and not one.constant):
@@ -265,14 +274,29 @@ def _joined(
             with_it.append(one)
     if not with_it:
         return (), None
+    options = [] if question in series else [one for one in with_it if one in series]
     last = question.asks >= 0.5
-    order = sorted([*with_it, question], key=lambda one: (not one.constant, last and one is question, one.position))
+
+    def place(one: Profile) -> tuple[bool, bool, bool, int]:
+        return one in options, not one.constant or one in series, last and one is question, one.position
+
+    order = sorted([*with_it, question], key=place)
     names = {one.name: one.name if one.filled >= FILLED or one is question else f"{one.name}{OPTIONAL}" for one in order}
-    template = "\n".join(f"{{{name}}}" for name in names.values())
+    labels = {one.name: f"{one.name[-1]}: " for one in options}
+    template = "\n".join(f"{labels.get(plain, '')}{{{name}}}" for plain, name in names.items())
     # A name with a brace, a colon or a bracket cannot stand in a template.
     if any(set(name) & set("{}:![].") for name in names):
         return (), None
     return tuple(name for plain, name in names.items() if plain != question.name), template
+
+
+def _series(columns: Sequence[Profile]) -> list[Profile]:
+    """Columns that belong together by their names: the options A, B, C, D, or sentence1 and sentence2."""
+    groups: dict[str, list[Profile]] = {}
+    for one in columns:
+        if one.kind in ("text", "number") and _SERIES.search(one.name):
+            groups.setdefault(_SERIES.sub("", one.name), []).append(one)
+    return [one for group in groups.values() if len(group) > 1 and group[0].name[-1] in "aA01" for one in group]
 
 
 def _tells(column: Profile, answer: Profile | None, rows: Rows) -> bool:

@@ -52,9 +52,7 @@ PATTERNS = (
     (r"(?i)\banswer is:?\s*(.+?)\.?\s*$", "the text after `answer is`"),
 )
 """Marks of the final answer inside a worked solution, in the syntax of Rust's linear-time regular expressions."""
-_WITH_UNIT = (
-    r"^\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/ ]{0,11})?\s*$"
-)
+_WITH_UNIT = r"^\s*([A-Z]{3})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/]{0,11})?\s*$"
 MATCHED = 0.95
 """Share of the answers in which a pattern must occur."""
 _LONGEST_CHOICE = 3
