@@ -10,10 +10,11 @@ nothing that a folder holds is executed.
 """
 
 import glob
-import json
 import os
 import re
 from pathlib import Path
+
+import orjson
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, folder_sha256
 from schemas.config.data import DataSource
@@ -140,7 +141,7 @@ def _hidden(path: Path) -> bool:
 def _description(file: Path, key: str, source: DataSource) -> list[str]:
     """The names in a list of a saved data set; each is a name inside the folder."""
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        described = orjson.loads(file.read_bytes())
         listed = [one["filename"] if isinstance(one, dict) else one for one in described[key]]
         if not listed or any(not isinstance(name, str) or Path(name).name != name for name in listed):
             raise ValueError(f"{key} lists no names")
