@@ -119,7 +119,7 @@ def propose(path: str, *, question: str | None = None, answer: str | None = None
         texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found_here = _tried(path, choice, find_pattern(texts), rows, Path(folder))
+                found_here = _tried(path, choice, find_pattern(texts) or find_unit(texts), rows, Path(folder))
                 return replace(found_here, left_out=left_out(found_here.choice, rows, refused))
         except _RefusedReading as error:
             refused[str(choice.question or choice.chat)] = str(error)
@@ -212,7 +212,7 @@ def _tried(
         worst = max(broken, key=lambda rule: rule.rows)
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
     truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
-    replied = find_pattern(truths) if choice.reply_is_truth and pattern is None else None
+    replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
     # Ground truths are rewritten with points, so completions have to have them.
     wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
     if replied or wanted != system_prompt:
@@ -241,15 +241,19 @@ def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
     for pattern, meaning in PATTERNS:
         if len(column) and int(column.str.contains(pattern).sum()) >= MATCHED * len(column):
             return pattern, meaning
-    # Numbers of one unit. Those of several cannot be compared without it.
-    found = column.str.extract_groups(_WITH_UNIT).struct
-    before, after = (set(found.field(side).drop_nulls().str.strip_chars()) - {""} for side in ("1", "3"))
-    if len(column) and not found.field("2").null_count() and len(before) + len(after) == 1:
-        [unit] = before | after
-        mark = rf"(?:{re.escape(unit)})?".replace("\\ ", " ")
-        pattern = rf"^\s*{mark}\s*(.*?)\s*$" if before else rf"^\s*(.*?)\s*{mark}\s*$"
-        return pattern, f"the number without its unit {unit}"
     return None
+
+
+def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:
+    """The pattern that takes numbers out of answers with one and the same unit. Those of several cannot be compared without it."""
+    found = pl.Series("answer", answers, dtype=pl.String).str.extract_groups(_WITH_UNIT).struct
+    before, after = (set(found.field(side).drop_nulls()) - {""} for side in ("1", "3"))
+    if not answers or found.field("2").null_count() or len(before) + len(after) != 1:
+        return None
+    [unit] = before | after
+    mark = f"(?:{re.escape(unit)})?"
+    pattern = rf"^\s*{mark}\s*(.*?)\s*$" if before else rf"^\s*(.*?)\s*{mark}\s*$"
+    return pattern, f"the number without its unit {unit}"
 
 
 def find_equality(truths: Sequence[str]) -> Equality:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from flows.cli.init import run_name
 from flows.cli.main import app
 from grpo_tasks.data.columns import ColumnChoice, candidates, left_out
-from grpo_tasks.data.proposal import data_settings, find_equality, find_pattern
+from grpo_tasks.data.proposal import data_settings, find_equality, find_pattern, find_unit
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import load_data, make, train_stage
 from grpo_tasks.steps.probe_rewards import probe_rewards
@@ -283,13 +283,28 @@ def test_a_prompt_column_that_is_not_used_is_switched_off():
         (["<answer>4</answer>", "hm <answer>\n5\n</answer>"], r"(?s)<answer>\s*(.*?)\s*</answer>"),
         (["The answer is 4.", "Thus the final answer is: 17"], r"(?i)\banswer is:?\s*(.+?)\.?\s*$"),
         (["4", "5"], None),
-        (["5 kg", "1,5kg", "7"], r"^\s*(.*?)\s*(?:kg)?\s*$"),
-        (["5 kg", "3 m"], None),
         ([], None),
     ],
 )
 def test_the_mark_of_a_final_answer_is_found(answers, pattern):
     found = find_pattern(answers)
+    assert (found and found[0]) == pattern
+
+
+@pytest.mark.parametrize(
+    ("answers", "pattern"),
+    [
+        (["5 kg", "1,5kg", "7"], r"^\s*(.*?)\s*(?:kg)?\s*$"),
+        (["EUR 12,50", "EUR 3"], r"^\s*(?:EUR)?\s*(.*?)\s*$"),
+        (["-7°C", "0 °C"], r"^\s*(.*?)\s*(?:°C)?\s*$"),
+        (["5 kg", "3 m"], None),
+        (["Hello 1", "Hello 2"], None),
+        (["5", "6"], None),
+        ([], None),
+    ],
+)
+def test_one_unit_of_all_answers_is_taken_off(answers, pattern):
+    found = find_unit(answers)
     assert (found and found[0]) == pattern
 
 
