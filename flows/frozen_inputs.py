@@ -10,7 +10,6 @@ Keys, lineage and uploaded sources are those of the copies.
 """
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,15 +112,14 @@ def _file_of(source: DataSource) -> Path | None:
 
 
 def _locked(config: RunConfig, hashed: dict[Path, str]) -> RunConfig:
-    def lock(sources: Sequence[DataSource]) -> list[DataSource]:
-        # A file that is not there is refused by the step that reads it.
-        return [
-            source.locked({one.path: hashed[file] for one in shards_of(source) if (file := _file_of(one)) in hashed})
-            for source in sources
-        ]
+    def lock(source: DataSource) -> DataSource:
+        shards = shards_of(source)
+        found = {shard.path: hashed.get(_file_of(shard) or Path(), "") for shard in shards}
+        # What is no file is refused by the step that reads it; a data set of the hub has none.
+        return source.locked(found) if any(found.values()) else source
 
-    data = config.data.model_copy(update={"train": lock(config.data.train), "eval": lock(config.data.eval)})
-    guards = [guard.model_copy(update={"data": lock(guard.data)}) for guard in config.promotion.guards]
+    data = config.data.model_copy(update={name: list(map(lock, getattr(config.data, name))) for name in ("train", "eval")})
+    guards = [guard.model_copy(update={"data": list(map(lock, guard.data))}) for guard in config.promotion.guards]
     promotion, base = config.promotion.model_copy(update={"guards": guards}), Path(resolve(config.model.path))
     # Hashed once for all steps, and once for all runs: the hash is remembered.
     known = config.model.sha256 or (path_sha256(base, remembered=True) if base.exists() else None)

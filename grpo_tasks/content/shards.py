@@ -69,7 +69,7 @@ def shards_sha256(source: DataSource) -> str:
     """SHA-256 (hex) of the file, or over names and contents of several; empty for a data set of the hub."""
     paths = ((one, Path(resolve(one.path))) for one in shards_of(source))
     found = [
-        (one.path, one.sha256 or (folder_sha256 if path.is_dir() else file_sha256)(path))
+        (one.path, one.sha256 or (file_sha256 if path.is_file() else folder_sha256)(path))
         for one, path in paths
         if one.sha256 or path.exists()
     ]

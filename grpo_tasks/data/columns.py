@@ -6,7 +6,7 @@ here, and no row is judged: proposal.py tries the choices.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from statistics import fmean
 
@@ -34,7 +34,7 @@ FILLED = 0.9
 MARKS = r"#### .|\\boxed\{|<answer>"
 """Marks of the final answer in a worked solution."""
 _ID = re.compile(r"(?=[^\s]*[0-9])(?=[^\s]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_:.#-]*|[0-9a-f-]{16,}")
-_PATH = re.compile(r"(?:[a-z]+://|[./~]|[A-Za-z]:\\)?[^\s?]*[/\\][^\s?]*\.?[^\s?]*")
+_PATH = re.compile(r"(?=.*[A-Za-z])(?:[A-Za-z]:\\[\w.\\~ -]+|[\w.:~-]*/[\w./:~%-]*)")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9:.]+(Z|[+-][0-9:]+)?)?|[0-9]{1,2}[./][0-9]{1,2}[./][0-9]{2,4}")
 _NUMBER = re.compile(r"[-+\u2212]?[^\w\s]?\s?[0-9][0-9.,'\s]*[^\w\s]?")
 _WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]")
@@ -43,6 +43,7 @@ _SERIES = re.compile(r"(?:^|(?<=[_ -])|(?<=[a-z]))[0-9A-H]$|(?:^|(?<=[_ -]))[a-h
 _SENTENCE_END = ".:!?。：！？"
 _SENTENCE_WORDS = 3
 _LONG_WORDS = 5
+_TOKEN_CHARS = 300
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -129,38 +130,41 @@ def _profile(name: str, position: int, values: Sequence[object]) -> Profile:
     mine = [value for value, found in zip(values, kinds, strict=True) if found == kind]
     texts = [str(value) for value in mine]
     share, number = len(mine) / len(values), len(set(texts))
-    base = {
-        "filled": share,
-        "distinct": number / len(mine),
-        "constant": number == 1 < len(mine) and share >= FILLED,
-        "example": texts[0][:60],
-    }
+    base = Profile(
+        name,
+        position,
+        kind,
+        filled=share,
+        distinct=number / len(mine),
+        constant=number == 1 < len(mine) and share >= FILLED,
+        example=texts[0][:60],
+        number=kind == "number",
+    )
     if kind == "chat":
         last = [chat_message(value[-1]) for value in mine if isinstance(value, list)]
         replies = sum(isinstance(one, Mapping) and one["role"] == "assistant" for one in last)
-        return Profile(name, position, kind, reply=2 * replies > len(mine), **base)
+        return replace(base, reply=2 * replies > len(mine))
     if kind != "text":
-        return Profile(name, position, kind, number=kind == "number", **base)
+        return base
 
     def part(pattern: str | re.Pattern[str]) -> float:
         return sum(re.search(pattern, text) is not None for text in texts) / len(texts)
 
+    # Longer texts are none of these, and would take the patterns long.
+    short = [text.strip() if len(text) <= _TOKEN_CHARS else " " for text in texts]
     forms = {"a date": _DATE, "an identifier": _ID, "a path": _PATH}
-    what = next((name for name, form in forms.items() if all(form.fullmatch(text.strip()) for text in texts)), "")
+    what = next((name for name, form in forms.items() if all(form.fullmatch(text) for text in short)), "")
     # Answers such as B2 recur; identifiers do not.
-    if what == "an identifier" and base["distinct"] < FILLED:
+    if what == "an identifier" and base.distinct < FILLED:
         what = ""
-    return Profile(
-        name,
-        position,
-        kind,
+    return replace(
+        base,
         words=fmean(len(text.split()) + len(_WIDE.findall(text)) / 2 for text in texts),
         asks=part(_ASKS),
         marked=part(MARKS),
         what=what,
-        number=all(_NUMBER.fullmatch(text.strip()) for text in texts),
+        number=all(_NUMBER.fullmatch(text) for text in short),
         ends=sum(text.rstrip()[-1:] in _SENTENCE_END for text in texts) / len(texts),
-        **base,
     )
 
 

@@ -245,7 +245,7 @@ def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
 
 
 def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:
-    """The pattern that takes numbers out of answers with one and the same unit. Those of several cannot be compared without it."""
+    """The pattern that takes numbers out of answers of one unit. Those of several units cannot be compared without it."""
     found = pl.Series("answer", answers, dtype=pl.String).str.extract_groups(_WITH_UNIT).struct
     before, after = (set(found.field(side).drop_nulls()) - {""} for side in ("1", "3"))
     if not answers or found.field("2").null_count() or len(before) + len(after) != 1:

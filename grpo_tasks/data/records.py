@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -154,7 +154,7 @@ def known_form(fields: Fields, columns: Columns) -> str | None:
     return ALPACA if isinstance(fields.get(ALPACA), str) and _ALPACA_ANSWER in fields else None
 
 
-def chat_message(given: object) -> object:
+def chat_message(given: Any) -> Any:
     """A message of ShareGPT (from, value) with the keys role and content; anything else as it is."""
     if not isinstance(given, Mapping) or "role" in given or not {"from", "value"} <= given.keys():
         return given

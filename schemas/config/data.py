@@ -136,8 +136,8 @@ class DataConfig(Section):
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""
     number_format: ColumnsAndSplit[Literal["auto", "comma", "point"]] = "auto"
-    """How ground truths write numbers. point: 1,234.5. comma: 1.234,5, which becomes 1234.5. auto: comma for a file that has
-    decimal commas such as 1,50 and no decimal points. The validation says which files that are."""
+    """How ground truths write numbers. point: 1,234.5. comma: 1.234,5, which becomes 1234.5. auto: comma for a source that
+    has decimal commas such as 1,50 and no decimal points. The validation says which sources do."""
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
     question: ColumnsAndSplit[Template | None] = None
