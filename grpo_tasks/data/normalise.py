@@ -124,7 +124,7 @@ def decimal_commas(rows: pl.DataFrame, data: DataConfig) -> list[DecimalCommas]:
     text = _by_source(data, lambda pattern: _last_match(pl.col("answer"), pattern)).str.strip_chars(BLANKS)
     found = marked.with_columns(answer=text).filter(pl.col("answer").str.len_chars() <= _MAX_NUMBER_LENGTH)
     comma, point, either = (pl.col("answer").str.contains(pattern) for pattern in (_WITH_COMMA, _WITH_POINT, _EITHER))
-    counts = found.group_by(path=pl.col("source").replace(files), maintain_order=True).agg(
+    counts = found.group_by(path=pl.col("source").replace_strict(files, default=pl.col("source")), maintain_order=True).agg(
         commas=comma.sum(), points=(point | either).sum(), certain=point.sum(), first=pl.col("answer").filter(comma).first()
     )
     forced = data.number_format == "comma"
