@@ -296,5 +296,6 @@ def _is_media(name: str, value: object) -> bool:
         return value.startswith(_MEDIA_BYTES)
     if isinstance(value, Mapping):
         # As the library datasets stores images and sounds.
-        return "bytes" in value and value.keys() <= {"bytes", "path", "array", "sampling_rate"} and any(value.values())
+        path, stored = value.get("path"), value.get("bytes")
+        return isinstance(stored, bytes) or ("bytes" in value and isinstance(path, str) and _MEDIA_TEXT.match(path) is not None)
     return isinstance(value, list) and any(_is_media(name, one) for one in value[:1])

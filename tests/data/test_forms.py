@@ -195,6 +195,11 @@ def test_images_beside_text_are_refused_with_the_name_of_the_column(tmp_path, ve
     assert json.loads(passed.accepted["extra"][0]) == {"caption": "image.png is a name"}
 
 
+def test_columns_that_only_speak_of_files_are_no_images(judged):
+    about = {"file": {"bytes": 1200, "path": "notes.txt"}, "image_count": "3", "photographer": "Ann", "name": "a.png"}
+    assert broken(judged({"question": "q", "answer": "1", **about})) == {}
+
+
 def test_a_column_of_a_template_may_be_empty_where_it_says_so(judged):
     rows = [
         {"a": "Look", "b": "here", "answer": "1"},
