@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grpo_tasks.data.proposal import Proposal
 
 _COMMON_STEMS = ("train", "test", "data", "dataset", "rows", "examples", "questions")
+_REPLY = "the last reply"
 _MARKS = re.compile(r"[-_](?:train|test|data)|(?:train|test|data)[-_]")
 
 
@@ -90,10 +91,11 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     say(f"columns: {', '.join(found.columns)}")
     choice = found.choice
     column = ask("Column with the question or the chat", str(choice.chat or choice.question))
-    proposed = "the last reply" if choice.reply_is_truth else choice.answer or "-"
+    proposed = _REPLY if choice.reply_is_truth else choice.answer or "-"
     truth = ask("Column with the ground truth (- for none)", proposed)
     if (column, truth) != (choice.chat or choice.question, proposed):
-        found = propose(found.train, question=column, answer="" if truth == "-" else truth)
+        named = None if truth == _REPLY else "" if truth == "-" else truth
+        found = propose(found.train, question=column, answer=named)
     if found.pattern:
         kept = ask(f"Ground truth inside the answer: {found.pattern_meaning} (- for the whole answer)", found.pattern)
         found = replace(found, pattern=None if kept == "-" else kept, pattern_meaning="as you typed it")
@@ -107,7 +109,7 @@ def _show(found: "Proposal", target: Path) -> None:
     choice = found.choice
     prompt = f"chat {choice.chat}" if choice.chat else f"question {choice.question}"
     context = f" with {', '.join(name.rstrip('?') for name in choice.context)}" if choice.context else ""
-    truth = "the last reply" if choice.reply_is_truth else choice.answer or "none"
+    truth = _REPLY if choice.reply_is_truth else choice.answer or "none"
     say(f"{found.rows:,} rows; {prompt}{context}; ground truth {truth}")
     for reason in found.reasons:
         say(f"  refused: {reason}")

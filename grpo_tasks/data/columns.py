@@ -64,11 +64,13 @@ class ColumnChoice:
     """How they are joined."""
     reply: bool = False
     """Whether the last message of the chat is a reply."""
+    no_truth: bool = False
+    """Whether the user has said that there is no ground truth."""
 
     @property
     def reply_is_truth(self) -> bool:
         """Whether the reply in the chat is the ground truth."""
-        return self.reply and self.answer is None and self.chat != PREFERRED
+        return self.reply and self.answer is None and not self.no_truth and self.chat != PREFERRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +182,10 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "object")
 
 
-def candidates(rows: Rows, *, question: str | None = None) -> list[ColumnChoice]:
+def candidates(rows: Rows, *, question: str | None = None, answer: str | None = None) -> list[ColumnChoice]:
     """Every plausible way to read the rows, likelier ones first; empty when no column holds text or chats.
 
-    `question` is the column that the user has named.
+    `question` and `answer` are columns that the user has named; an empty answer: there is no ground truth.
     """
     columns = profiles(rows)
     usable = [one for one in columns if one.kind in ("chat", "text") and one.filled >= FILLED]
@@ -193,12 +195,13 @@ def candidates(rows: Rows, *, question: str | None = None) -> list[ColumnChoice]
     asking = [one for one in asking if _asks(one) > 0] if question is None else [one for one in usable if one.name == question]
     found = []
     for one in sorted(asking, key=lambda one: (-_asks(one), one.position)):
-        answer = _answer(one, columns, rows)
+        truth = _answer(one, columns, rows) if answer is None else next((each for each in columns if each.name == answer), None)
+        name = (truth.name if truth else None) if answer is None else answer or None
         if one.kind == "chat":
-            found.append(ColumnChoice(None, one.name, answer.name if answer else None, reply=one.reply))
+            found.append(ColumnChoice(None, one.name, name, reply=one.reply, no_truth=answer == ""))
         else:
-            context, template = _joined(one, answer, columns, rows)
-            found.append(ColumnChoice(one.name, None, answer.name if answer else None, context, template))
+            context, template = _joined(one, truth, columns, rows)
+            found.append(ColumnChoice(one.name, None, name, context, template))
     return found
 
 

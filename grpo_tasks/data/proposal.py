@@ -111,9 +111,7 @@ def propose(path: str, *, question: str | None = None, answer: str | None = None
     """
     rows = preview(DataSource(path=path), PREVIEW_ROWS)
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
-    found = candidates(rows, question=question)
-    if answer is not None:
-        found = [replace(one, answer=answer or None, reply=one.reply and bool(answer)) for one in found]
+    found = candidates(rows, question=question, answer=answer)
     refused: dict[str, str] = {}
     for choice in found:
         texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]

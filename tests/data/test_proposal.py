@@ -215,6 +215,18 @@ def test_columns_are_told_by_what_they_hold(columns, expected, count, tmp_path):
     assert all(why for _, why in left_out(first, rows, {}))
 
 
+def test_a_ground_truth_that_is_named_is_never_joined_with_the_question(tmp_path):
+    rows = write_rows(
+        tmp_path / "rows.jsonl", body=lambda n: f"There are {n} cats here.", ask=lambda n: f"And {n}?", n=lambda n: n
+    )
+    [first, *_] = candidates(rows)
+    assert (first.template, first.answer) == ("{body}\n{ask}", "n")
+    [named, *_] = candidates(rows, question="ask", answer="body")
+    assert (named.template, named.answer) == (None, "body")
+    talk = write_rows(tmp_path / "talk.jsonl", messages=lambda n: chat(f"{n}?", "yes"))
+    assert [one.reply_is_truth for one in (*candidates(talk), *candidates(talk, answer=""))] == [True, False]
+
+
 def test_whole_conversations_as_text_are_no_question(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", chosen=lambda n: f"Human: {n}? Assistant: a", rejected="Human: a")
     assert candidates(rows) == []
