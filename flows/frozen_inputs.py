@@ -11,12 +11,12 @@ Keys, lineage and uploaded sources are those of the copies.
 """
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_tasks.content.hashes import digest_of, file_sha256
 from grpo_tasks.content.modules import Copies, copies_in, keep_modules, own_sources
+from grpo_tasks.content.shards import shards_of
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource
@@ -66,8 +66,8 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
     copies = copies_in([folder])
     assert copies is not None, "the copies were made above"
     sources = [*config.data.train, *config.data.eval, *(source for guard in config.promotion.guards for source in guard.data)]
-    files = ((_file_of(source), source) for source in sources)
-    hashed = {file: source.sha256 or file_sha256(file) for file, source in files if file is not None}
+    files = ((_file_of(shard), shard) for source in sources for shard in shards_of(source))
+    hashed = {file: shard.sha256 or file_sha256(file) for file, shard in files if file is not None}
     given = _locked(config, hashed)
     kept = _with_start(_with_gold(given.with_module_dir(folder, replace=True), parent, hashed), parent, hashed)
     return Inputs(given, kept, copies, hashed)
@@ -134,11 +134,14 @@ def _file_of(source: DataSource) -> Path | None:
 
 
 def _locked(config: RunConfig, hashed: dict[Path, str]) -> RunConfig:
-    def lock(sources: Sequence[DataSource]) -> list[DataSource]:
-        return [source.locked(hashed[file]) if (file := _file_of(source)) is not None else source for source in sources]
+    def lock(source: DataSource) -> DataSource:
+        shards = shards_of(source)
+        found = {shard.path: hashed.get(_file_of(shard) or Path(), "") for shard in shards}
+        # What is no file is refused by the step that reads it; a data set of the hub has none.
+        return source.locked(found) if any(found.values()) else source
 
-    data = config.data.model_copy(update={"train": lock(config.data.train), "eval": lock(config.data.eval)})
-    guards = [guard.model_copy(update={"data": lock(guard.data)}) for guard in config.promotion.guards]
+    data = config.data.model_copy(update={name: list(map(lock, getattr(config.data, name))) for name in ("train", "eval")})
+    guards = [guard.model_copy(update={"data": list(map(lock, guard.data))}) for guard in config.promotion.guards]
     promotion, base = config.promotion.model_copy(update={"guards": guards}), Path(resolve(config.model.path))
     # Hashed once for all steps, and once for all runs: the hash is remembered.
     known = config.model.sha256 or (path_sha256(base, remembered=True) if base.exists() else None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tasks.cluster.connect import cluster_address
+from grpo_tasks.content.shards import PACKINGS, shards_of
 from grpo_tasks.processes.child import RESULT, SPEC
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
@@ -83,11 +84,13 @@ def check_columns(config: RunConfig) -> None:
             guarded.append(guard_data(config, guard))
     for data in [config.data, *guarded]:
         for source in [*data.train, *data.eval]:
-            path = Path(resolve(source.path))
-            # A step hashes the file that it reads; a large one would take seconds here.
-            if source.format == "hub" or not path.is_file() or path.stat().st_size > LARGE_BYTES:
+            first = shards_of(source)[0]
+            path = Path(resolve(first.path))
+            # A step hashes the file that it reads, and unpacks a packed one; a large one would take seconds here.
+            most = LARGE_BYTES / 16 if path.suffix.lower() in PACKINGS else LARGE_BYTES
+            if source.format == "hub" or not path.is_file() or path.stat().st_size > most:
                 continue
-            few = source.model_copy(update={"max_rows": min(source.max_rows or FIRST_ROWS, FIRST_ROWS)})
+            few = first.model_copy(update={"max_rows": min(source.max_rows or FIRST_ROWS, FIRST_ROWS)})
             with tempfile.TemporaryDirectory() as folder:
                 load_sources(data.model_copy(update={"train": [few], "eval": []}), directory=Path(folder))
 
@@ -96,7 +99,13 @@ def _check_source(source: DataSource, place: str) -> None:
     path = Path(resolve(source.path))
     if source.format == "hub" and (path.is_dir() or not is_local(source.path)):
         return
-    looks_like_a_file = source.format in ("jsonl", "csv", "parquet") or path.suffix or source.path.startswith(EMBEDDED)
+    shards = shards_of(source)
+    if [shard.path for shard in shards] != [source.path]:
+        for shard in shards:
+            if reason := why_not_a_file(Path(shard.path)):
+                raise ConfigError(f"{reason}: {shard.path}", place=place, fix="correct the pattern or the folder")
+        return
+    looks_like_a_file = source.format in ("jsonl", "csv", "parquet", "arrow") or path.suffix or source.path.startswith(EMBEDDED)
     reason = why_not_a_file(path)
     if reason and (looks_like_a_file or reason != "no such file"):
         raise ConfigError(f"{reason}: {path}", place=place, fix=_RELATIVE)

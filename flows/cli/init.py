@@ -15,14 +15,17 @@ from schemas.errors import UserError
 if TYPE_CHECKING:
     from grpo_tasks.data.proposal import Proposal
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 _COMMON_STEMS = ("train", "test", "data", "dataset", "rows", "examples", "questions")
+_REPLY = "the last reply"
 _MARKS = re.compile(r"[-_](?:train|test|data)|(?:train|test|data)[-_]")
 
 
 def init(
     file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A data file. Without it, the only one of the current folder.")
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="A data file, a folder of them or a pattern. Without it, the only file of the current folder."
+        ),
     ] = None,
     into: Annotated[Path | None, typer.Option("--out", metavar="CONFIG", help="Config to write. Default: NAME.yaml.")] = None,
     question: Annotated[str | None, typer.Option(help="Column with the question, or with chat messages.")] = None,
@@ -33,9 +36,11 @@ def init(
 ) -> None:
     """Write a config for a data file: columns, answers, rewards and limits as the file suggests them."""
     with report_errors():
-        found_here = sorted(path.name for path in Path.cwd().iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+        from grpo_tasks.content.shards import FORMATS, format_of
+
+        found_here = sorted(path.name for path in Path.cwd().iterdir() if format_of(path) and path.is_file())
         if file is None and not found_here:
-            raise UserError("there is no data file in this folder", fix=f"name one: grpo init FILE ({', '.join(SUFFIXES)})")
+            raise UserError("there is no data file in this folder", fix=f"name one: grpo init FILE ({', '.join(FORMATS)})")
         if file is None and len(found_here) > 1:
             names = ", ".join(found_here[:8])
             fix = f"name one: grpo init {found_here[0]}"
@@ -60,8 +65,10 @@ def init(
 def run_name(source: str) -> str:
     """A name for the run: that of the file, or of its folder where the file has a name like train.jsonl."""
     path = Path(source)
-    stem = _MARKS.sub("", path.stem) or path.stem
-    if stem.lower() in _COMMON_STEMS:
+    # Two suffixes: rows.jsonl.gz. A pattern such as parts/*.parquet has no name of its own.
+    stem = path.name.removesuffix("".join(path.suffixes[-2:])) or path.stem
+    stem = _MARKS.sub("", stem) or stem
+    if stem.lower() in _COMMON_STEMS or "*" in stem:
         stem = path.resolve().parent.name or stem
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.")[:60]
     return plain if plain[:1].isalpha() else f"grpo-{plain}".rstrip("-")
@@ -84,14 +91,15 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     say(f"columns: {', '.join(found.columns)}")
     choice = found.choice
     column = ask("Column with the question or the chat", str(choice.chat or choice.question))
-    truth = ask("Column with the ground truth (- for none)", choice.answer or "-")
-    truth = "" if truth == "-" else truth
-    if (column, truth) != (choice.chat or choice.question, choice.answer or ""):
-        found = propose(found.train, question=column, answer=truth)
+    proposed = _REPLY if choice.reply_is_truth else choice.answer or "-"
+    truth = ask("Column with the ground truth (- for none)", proposed)
+    if (column, truth) != (choice.chat or choice.question, proposed):
+        named = None if truth == _REPLY else "" if truth == "-" else truth
+        found = propose(found.train, question=column, answer=named)
     if found.pattern:
         kept = ask(f"Ground truth inside the answer: {found.pattern_meaning} (- for the whole answer)", found.pattern)
         found = replace(found, pattern=None if kept == "-" else kept, pattern_meaning="as you typed it")
-    if found.choice.answer:
+    if found.has_truth:
         equality = ask("Answers are compared as exact, numeric, math or choice", found.equality)
         found = replace(found, equality=equality)  # type: ignore[arg-type]  # the config is checked before it is written
     return found, ask("Base model (folder, hub id or registered model)", model)
@@ -100,10 +108,15 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
 def _show(found: "Proposal", target: Path) -> None:
     choice = found.choice
     prompt = f"chat {choice.chat}" if choice.chat else f"question {choice.question}"
-    context = f" after {choice.context}" if choice.context else ""
-    say(f"{found.rows:,} rows; {prompt}{context}; ground truth {choice.answer or 'none'}")
+    context = f" with {', '.join(name.rstrip('?') for name in choice.context)}" if choice.context else ""
+    truth = _REPLY if choice.reply_is_truth else choice.answer or "none"
+    say(f"{found.rows:,} rows; {prompt}{context}; ground truth {truth}")
     for reason in found.reasons:
         say(f"  refused: {reason}")
+    for name, why in found.left_out:
+        say(f"  left out: {name} ({why})")
+    for one in found.commas:
+        say(f"  {one}")
     say(f"written: {target}")
     for command in ("validate", "rewards", "run"):
         say(f"  grpo {command} {target}")

@@ -5,16 +5,19 @@ data.json, record 7       the seventh record of a JSON array, which may stand on
 data.parquet, row 7       a file or a hub data set without lines
 """
 
+import io
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from grpo_tasks.content.shards import PACKINGS, unpacked_name
 from schemas.paths import resolve, why_not_a_file
 
 Unit = Literal["line", "row", "record"]
 _PLACE = re.compile(r"(.*)(?::|, (?:line|row|record) )([0-9]{1,15})", re.DOTALL)
-_TABLES = (".parquet", ".pq")
+_START_BYTES = 4096
+_TABLES = (".parquet", ".pq", ".arrow")
 
 
 def row_place(source: str, number: int) -> str:
@@ -37,14 +40,23 @@ def parse_place(place: str) -> tuple[str, int]:
 def unit_of(source: str) -> Unit:
     """What the rows of a source are counted in. A source that is not on this disk is a hub data set, which has rows."""
     path = Path(resolve(source))
-    if path.suffix.lower() in _TABLES:
+    plain = unpacked_name(path)
+    if plain.suffix.lower() in _TABLES:
         return "row"
     if why_not_a_file(path):
         return "line" if path.suffix else "row"
-    if path.suffix.lower() != ".json":
+    if plain.suffix.lower() != ".json":
         return "line"
     with path.open("rb") as file:
-        return "record" if holds_array(path, file) else "line"
+        if plain == path:
+            return "record" if holds_array(path, file) else "line"
+        import pyarrow as pa
+
+        try:
+            start = io.BytesIO(pa.CompressedInputStream(file, PACKINGS[path.suffix.lower()]).read(_START_BYTES))
+        except OSError:
+            return "line"
+        return "record" if holds_array(plain, start) else "line"
 
 
 def holds_array(path: Path, file: BinaryIO) -> bool:
@@ -53,6 +65,6 @@ def holds_array(path: Path, file: BinaryIO) -> bool:
         return False
     place = file.tell()
     # Byte-order marks, and the zero bytes of UTF-16, stand before the bracket.
-    start = file.read(4096).lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")
+    start = file.read(_START_BYTES).lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")
     file.seek(place)
     return start.startswith(b"[")

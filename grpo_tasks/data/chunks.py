@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from grpo_tasks.data.jsonl import Span, line_spans, read_span
-from grpo_tasks.data.records import MESSAGES_COLUMN, Columns, RawRow, Record, has_only_messages, read_row
+from grpo_tasks.data.records import OPTIONAL, PREFERRED, Columns, RawRow, Record, known_form, read_row
 from grpo_tasks.processes.lifetime import PARENT, die_with_parent
 from schemas.config.data import template_columns
 from schemas.errors import DataError
@@ -63,7 +63,10 @@ class ScanSummary:
     with_prompt: int = 0
     with_answer: int = 0
     with_task: int = 0
-    from_messages: int = 0
+    of_form: int = 0
+    """Rows that ask by a well-known form."""
+    form: str = ""
+    """That of the first such row."""
     columns: list[str] = field(default_factory=list)
     """Of the first readable row."""
 
@@ -79,20 +82,22 @@ class ScanSummary:
         if columns.template is None:
             asked = columns.prompt in fields or columns.question in fields
         else:
-            asked = all(name in fields for name in template_columns(columns.template))
+            asked = all(name in fields or name.endswith(OPTIONAL) for name in template_columns(columns.template))
         self.with_answer += columns.answer in fields
         self.with_task += columns.task in fields
-        if not asked and MESSAGES_COLUMN in fields and has_only_messages(fields, columns):
-            self.from_messages += 1
-            # Supervised data has no answer column: the assistant's last message is the answer.
-            self.with_answer += columns.answer not in fields and columns.answer is not None
+        if not asked and (form := known_form(fields, columns)):
+            self.of_form += 1
+            self.form = self.form or form
+            # Supervised data has no answer column: the assistant's last message is the answer, or Alpaca's output.
+            self.with_answer += columns.answer not in fields and columns.answer is not None and form != PREFERRED
             asked = True
         self.with_prompt += asked
 
     def add(self, later: "ScanSummary") -> None:
         """Add the counts of rows that come after these."""
         self.columns = self.columns if self.readable else later.columns
-        for name in ("rows", "readable", "with_prompt", "with_answer", "with_task", "from_messages"):
+        self.form = self.form or later.form
+        for name in ("rows", "readable", "with_prompt", "with_answer", "with_task", "of_form"):
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
     def check(self, place: str, columns: Columns) -> None:

@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 4 * 2**20
 SPAN_BYTES = 4 * 2**20
 UTF8 = ("utf-8", "utf-8-sig")
 _BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-_MAGIC_BYTES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
+_MAGIC_BYTES = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
 _EXACT_FLOAT = 2.0**53
 """A float64 represents every integer below this one exactly."""
 _BACKSLASH, _COLON = b"\\:"  # as integers: searching bytes for an integer takes a tenth of the time
@@ -122,7 +122,8 @@ def refuse_other_format(path: Path, file: BinaryIO) -> None:
     start = file.read(4)
     for magic, kind in _MAGIC_BYTES.items():
         if start.startswith(magic):
-            raise DataError(f"the file is {kind}, not text", place=str(path), fix="unpack it, or set the source's format")
+            fix = "unpack it, or let its name end in .gz or .zst" if kind in ("gzip", "zstd") else "unpack it, or set its format"
+            raise DataError(f"the file is {kind}, not text", place=str(path), fix=fix)
     file.seek(3 if start.startswith(b"\xef\xbb\xbf") else 0)
 
 

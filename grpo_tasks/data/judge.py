@@ -5,7 +5,7 @@ Rows are processed in slices, so that the intermediate columns of the rules stay
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
-from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
+from grpo_tasks.data.normalise import (
+    SHOWN,
+    DecimalCommas,
+    add_prompts,
+    check_patterns,
+    decimal_commas,
+    prompt_format,
+    prompt_id_column,
+)
 from grpo_tasks.data.rules import (
     RULES,
     RowRule,
@@ -59,6 +67,7 @@ class RowVerdict:
     dropped: pl.DataFrame
     """Rows that repeat an earlier one (data.duplicates: drop): columns source, line, value."""
     near: NearDuplicates
+    commas: list[DecimalCommas]
 
     @property
     def num_quarantined(self) -> int:
@@ -87,19 +96,25 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", mar
     ignored = check_ignored(config.validation.ignore_rules)
     form = prompt_format(rows, config.data)
     rules = row_rules(config.completion.tags, markers, form)
+    commas = decimal_commas(rows, config.data)
+    with_commas = {file for one in commas if one.used for file in one.files}
     exact = rows.height <= EXACT_ROWS
     rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
     slices, count = list[_Slice](), Count("checking", rows.height, "rows")
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
         for one in rows.iter_slices(_SLICE_ROWS):
-            slices.append(_judge_slice(one, rules=rules, counter=counter, exact=exact, config=config, form=form, pool=pool))
+            slices.append(
+                _judge_slice(
+                    one, rules=rules, counter=counter, exact=exact, config=config, form=form, with_commas=with_commas, pool=pool
+                )
+            )
             count.add(one.height)
         judged = pl.concat([one.rows.hstack(one.hashes.result()) for one in slices])
     broken = pl.concat([one.broken for one in slices]).filter(~pl.col("rule").is_in(list(ignored)))
     broken, dropped = _compare_rows(judged, broken, config=config, ignored=ignored)
     judged = judged.join(dropped.select("row"), on="row", how="anti", maintain_order="left")
     if not config.data.eval:
-        judged = judged.with_columns(split="hash_split")
+        judged = _both_filled(judged.with_columns(split="hash_split"), broken, config)
     # A refused eval row is not part of the evaluation, so a training row cannot leak into it.
     leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
     broken = pl.concat([broken, leaks.filter(~pl.col("rule").is_in(list(ignored)))])
@@ -118,6 +133,7 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", mar
         format=form,
         dropped=dropped.select("source", "line", "value"),
         near=near_duplicates(accepted),
+        commas=commas,
     )
 
 
@@ -175,10 +191,11 @@ def _judge_slice(
     exact: bool,
     config: RunConfig,
     form: PromptFormat,
+    with_commas: Collection[str],
     pool: Executor,
 ) -> _Slice:
     faults = rows.select("row", "faults").drop_nulls().explode("faults").unnest("faults").select("row", "rule", "value")
-    prepared = add_prompts(rows, config.data, form)
+    prepared = add_prompts(rows, config.data, form, with_commas=with_commas)
     blank = ~pl.col("needs_answer") & ~pl.col("answer").str.contains(SHOWN)
     prepared = prepared.with_columns(answer=pl.when(~blank.fill_null(value=False)).then("answer"))
     # Hashing is the only work that Python does row by row; polars checks the rules in the meantime.
@@ -218,10 +235,32 @@ def _lengths(tokens: pl.Series, limit: int) -> TokenLengths:
     )
 
 
+def _both_filled(judged: pl.DataFrame, broken: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
+    """The rows with enough of them held out, and enough left to train on, where the share of few rows gives one side too few.
+
+    Rows move in the order of their hashes, so the side of every row still depends on no position.
+    """
+    usable = judged.join(broken, on="row", how="anti").drop_nulls("prompt_id").unique("prompt_id")
+    held = usable.filter(split="eval").height
+    fewest, most = config.validation.min_eval_rows, usable.height - config.validation.min_train_rows
+    if most < fewest or fewest <= held <= most:
+        return judged
+    order = sorted(usable["prompt_id"], key=lambda prompt_id: hash_number(prompt_id, seed=config.seed))
+    held_out = pl.Series(order[: fewest if held < fewest else most], dtype=pl.String)
+    moved = pl.when(pl.col("prompt_id").is_in(held_out.implode())).then(pl.lit("eval")).otherwise(pl.lit("train"))
+    return judged.with_columns(
+        split=pl.when(pl.col("prompt_id").is_in(usable["prompt_id"].implode())).then(moved).otherwise("split")
+    )
+
+
+def hash_number(prompt_id: str, *, seed: int) -> int:
+    """A number below 2**64 that a row always has; another seed gives another one."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:8], "big")
+
+
 def is_held_out(prompt_id: str, *, fraction: float, seed: int) -> bool:
     """Whether the row is in the eval split, where about `fraction` of all rows are. Another seed holds out other rows."""
-    number = int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:8], "big")
-    return number < fraction * 2**64
+    return hash_number(prompt_id, seed=seed) < fraction * 2**64
 
 
 def assign_splits(prompt_id: pl.Series, *, fraction: float, seed: int) -> pl.Series:

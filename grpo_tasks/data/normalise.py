@@ -1,13 +1,16 @@
 """Raw rows -> the prompt, the ground truth and the prompt_id of each: expressions over a whole column. No row is refused here.
 
 A prompt in TRL's standard format is one message of the role PLAIN. An answer is the last match of answer_pattern, and a number is
-written in one way: $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7. What is no number stays as it is.
+written in one way: $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7. What is no number stays as it is. Where a file writes decimal
+commas, 1.234,50 € -> 1234.5.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import polars as pl
 
+from grpo_tasks.content.shards import shards_of
 from grpo_tasks.data.table import json_digest
 from schemas.config.data import DataConfig, PromptFormat
 from schemas.errors import ConfigError, DataError
@@ -27,6 +30,20 @@ _DIGITS = rf"(?:(?:{_GROUPED}|0|[1-9][0-9]*)(?:\.[0-9]+)?|\.[0-9]+)"
 _SPACE = "[ \u00a0\u202f\u2009]?"
 _WHOLE_NUMBER = "^(?:0|-?[1-9][0-9]*)$"
 _NUMBER = rf"^(?:{_SIGN}{_SPACE}{_CURRENCY}?|{_CURRENCY}{_SPACE}{_SIGN}?)?{_SPACE}{_DIGITS}(?:{_SPACE}(?:%|{_CURRENCY}))?\.?$"
+
+_AROUND = r"[^0-9.,]{0,12}"
+_POINTS, _COMMAS = r"(?:[.\x{a0}\x{202f}\x{2009}'’ ][0-9]{3})", r"(?:,[0-9]{3})"
+_WITH_COMMA = (
+    rf"^{_AROUND}(?:[0-9]{{1,3}}{_POINTS}+,[0-9]+|[0-9]+,(?:[0-9]{{1,2}}|[0-9]{{4,}})|0,[0-9]+|[0-9]{{4,}},[0-9]+){_AROUND}$"
+)
+"""A number, perhaps with a currency or a unit, whose comma cannot group thousands."""
+_WITH_POINT = (
+    rf"^{_AROUND}(?:[0-9]{{1,3}}{_COMMAS}+\.[0-9]+|[0-9]{{1,3}}{_COMMAS}{{2,}}|[0-9]+\.(?:[0-9]{{1,2}}|[0-9]{{4,}})|0?\.[0-9]+"
+    rf"|[0-9]{{4,}}\.[0-9]+){_AROUND}$|^[0-9]+(?:,[0-9]+)*, [0-9]|^[0-9]+(?:,[0-9]+){{2,}}$"
+)
+"""The same for a point, commas that do group thousands, or a list of numbers."""
+_EITHER = rf"^{_AROUND}[0-9]{{1,3}},[0-9]{{3}}{_AROUND}$"
+_COMMA_NUMBER = rf"^({_AROUND})([0-9]{{1,3}}{_POINTS}+|[0-9]+)(?:,([0-9]+))?({_AROUND})$"
 
 _TEXT_REPLACEMENTS: tuple[tuple[str, str], ...] = (
     (f"[{INVISIBLE}]", ""),
@@ -68,14 +85,75 @@ def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
     return "standard"
 
 
-def add_prompts(rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conversational") -> pl.DataFrame:
+@dataclass(frozen=True, slots=True)
+class DecimalCommas:
+    """How the ground truths of one source write decimals, where commas occur."""
+
+    source: str
+    files: frozenset[str]
+    commas: int
+    """Answers with a decimal comma."""
+    points: int
+    first: str
+    """The first with a decimal comma."""
+    used: bool
+    """Whether commas are read as decimal commas."""
+
+    def __str__(self) -> str:
+        found = f"{self.source}: answers with a decimal comma ({self.commas:,}, first {self.first!r})"
+        if self.used:
+            return (
+                f"{found} are read as numbers with a point, and completions have to write a point too; data.number_format: point "
+                "leaves them as they are"
+            )
+        return (
+            f"{found} stand beside others with a decimal point or a comma between thousands ({self.points:,}) and stay as they "
+            "are; data.number_format: comma reads 1.234,5 as 1234.5"
+        )
+
+
+def decimal_commas(rows: pl.DataFrame, data: DataConfig) -> list[DecimalCommas]:
+    """The sources (of `rows`, schemas/tables.py Raw) whose ground truths have decimal commas, in reading order."""
+    if data.number_format == "point":
+        return []
+    # All files of a source are written alike.
+    files = {shard.path: source.path for source in [*data.train, *data.eval] for shard in shards_of(source)}
+    given = rows.lazy().select("source", answer=pl.coalesce("answers", pl.concat_list("answer"))).explode("answer")
+    # Most answers hold neither mark; only a short one is a number.
+    marked = given.filter(pl.col("answer").str.contains("[.,]")).collect()
+    text = _by_source(data, lambda pattern: _last_match(pl.col("answer"), pattern)).str.strip_chars(BLANKS)
+    found = marked.with_columns(answer=text).filter(pl.col("answer").str.len_chars() <= _MAX_NUMBER_LENGTH)
+    comma, point, either = (pl.col("answer").str.contains(pattern) for pattern in (_WITH_COMMA, _WITH_POINT, _EITHER))
+    counts = found.group_by(path=pl.col("source").replace_strict(files, default=pl.col("source")), maintain_order=True).agg(
+        commas=comma.sum(), points=(point | either).sum(), certain=point.sum(), first=pl.col("answer").filter(comma).first()
+    )
+    forced = data.number_format == "comma"
+    return [
+        DecimalCommas(
+            path,
+            frozenset(file for file, source in files.items() if source == path),
+            commas,
+            points,
+            first or "",
+            # 1,500 alone may be either; more of them than of decimal commas are thousands.
+            used=forced or (not certain and commas >= points),
+        )
+        for path, commas, points, certain, first in counts.iter_rows()
+        if commas or forced
+    ]
+
+
+def add_prompts(
+    rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conversational", *, with_commas: Collection[str] = ()
+) -> pl.DataFrame:
     """`rows` (schemas/tables.py Raw) with `prompt` instead of question, messages and text, and the answers normalised.
 
-    `other_form`: the row has a prompt, but of another form. `raw_answer`: what the answer pattern was applied to.
+    `with_commas`: files whose numbers have decimal commas. `other_form`: the row has a prompt, but of another form.
+    `raw_answer`: what the answer pattern was applied to.
     `pattern_found`: whether it matched (True without a pattern); null where there was no text.
     """
     raw_answer = pl.col("answer")
-    extracted = _by_source(data, lambda pattern: _last_match(raw_answer, pattern))
+    extracted = _with_points(_by_source(data, lambda pattern: _last_match(raw_answer, pattern)), with_commas)
     given = pl.any_horizontal(pl.col("question", "messages", "text").is_not_null())
     prepared = rows.with_columns(
         prompt=_prompt(data, form),
@@ -84,13 +162,29 @@ def add_prompts(rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conv
         pattern_found=pl.when(raw_answer.is_not_null()).then(extracted.is_not_null()),
     ).with_columns(other_form=given & pl.col("prompt").is_null())
     if prepared["answers"].null_count() < prepared.height:
-        prepared = _several_answers(prepared, data)
+        prepared = _several_answers(prepared, data, with_commas)
     return prepared.drop("question", "messages", "text")
 
 
-def _several_answers(rows: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+def _with_points(answer: pl.Expr, with_commas: Collection[str], element: pl.Expr | None = None) -> pl.Expr:
+    """Numbers with decimal commas rewritten with points, in the rows of these files."""
+    if not with_commas:
+        return answer
+    one = (answer if element is None else element).str.strip_chars(BLANKS)
+    groups = one.str.extract_groups(_COMMA_NUMBER).struct
+    whole = groups.field("2").str.replace_all("[^0-9]", "")
+    number = pl.concat_str(
+        groups.field("1"), whole, pl.concat_str(pl.lit("."), groups.field("3")).fill_null(""), groups.field("4")
+    )
+    rewritten = pl.coalesce(number, one)
+    changed = rewritten if element is None else answer.list.eval(rewritten)
+    return pl.when(pl.col("source").is_in(list(with_commas))).then(changed).otherwise(answer)
+
+
+def _several_answers(rows: pl.DataFrame, data: DataConfig, with_commas: Collection[str]) -> pl.DataFrame:
     """The rows with `answers` normalised, each value once, and the first of them as `answer`."""
     found = _by_source(data, lambda pattern: pl.col("answers").list.eval(_last_match(pl.element(), pattern)))
+    found = _with_points(found, with_commas, pl.element())
     normalised = pl.col("found").list.eval(normalise_column(pl.element())).list.drop_nulls()
     listed = rows.with_columns(found=found).with_columns(
         values=normalised.list.eval(pl.element().filter(pl.element() != "")).list.unique(maintain_order=True)
@@ -166,7 +260,8 @@ def _by_source(data: DataConfig, extract: Callable[[str | None], pl.Expr]) -> pl
     found = extract(data.answer_pattern)
     for source in [*data.train, *data.eval]:
         if source.answer_pattern:
-            found = pl.when(pl.col("source") == source.path).then(extract(source.answer_pattern)).otherwise(found)
+            own = pl.col("source").is_in([shard.path for shard in shards_of(source)])
+            found = pl.when(own).then(extract(source.answer_pattern)).otherwise(found)
     return found
 
 

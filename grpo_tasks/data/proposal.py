@@ -1,24 +1,32 @@
 """A data file that nobody has described -> a commented config that the validation step accepts (`grpo init`).
 
-Names and values of the first rows give candidates; the first one that passes the pipeline's own validation is taken. Nothing is
-written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the trial, so `grpo
-validate` agrees with it.
+columns.py gives candidates; the first one of which the rules of the validation refuse few rows is taken, however few rows the
+file has. Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those
+of the trial, so `grpo validate` agrees with it.
 """
 
+import glob
 import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_pattern, find_unusable_truths
-from grpo_tasks.data.normalise import normalise_column
+from grpo_tasks.content.places import row_place
+from grpo_tasks.content.shards import is_pattern, shards_of
+from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
+from grpo_tasks.data.judge import judge
+from grpo_tasks.data.normalise import DecimalCommas, normalise_column
+from grpo_tasks.data.records import CHAT_COLUMNS
+from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.sources import ROWS, load_sources, preview
-from grpo_tasks.data.validation import Origin, validate_rows
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.load import check_config, parse_yaml
@@ -27,52 +35,29 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError
 
-QUESTIONS = ("question", "problem", "query", "instruction", "quiz", "input", "prompt", "task", "text", "source")
-"""Usual names of a question's column, best first. A column that only contains one of them comes after all of these."""
-ANSWERS = (
-    *("answer", "target", "final_answer", "expert_answer", "ground_truth", "label", "expected", "gold", "solution"),
-    *("solution_text", "output", "response", "completion", "result"),
-)
-CONTEXTS = ("body", "context", "passage", "premise", "input")
-"""Columns that a question may refer to: SVAMP's Body, SQuAD's context, Alpaca's input."""
-FILLED = 0.9
-"""Share of rows in which a column must hold a value of its kind."""
 PREVIEW_ROWS = 500
 """Rows that decide about columns, pattern and equality."""
 TRIAL_ROWS = 20_000
 """Rows that are validated to find the limits."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
+POINTS_PROMPT = f"{SYSTEM_PROMPT} Write decimals with a point, as in 1.5."
 COMPLETION_TOKENS = 128
 MOST_PROMPT_TOKENS = 2048 - COMPLETION_TOKENS
 """What the context of the embedded model leaves."""
 MOST_REFUSED = 0.5
+_WITH_UNIT = r"^\s*([A-Z]{3})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/]{0,11})?\s*$"
 _LONGEST_CHOICE = 3
 _HELD_OUT = ("test", "eval", "validation", "valid", "dev")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 _MEANINGS = {
-    "question": "template that joins columns into the question",
+    "question": "template that joins columns into the question; one with ? may be empty",
+    "rename": "the chat, whose last reply is no part of the prompt",
     "question_column": "column with the question",
     "prompt_column": "column with chat messages",
     "answer_column": "column with the ground truth",
     "answer_pattern": "its first group is the ground truth",
 }
-
-Rows = Sequence[Mapping[str, object]]
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnChoice:
-    """One way to read the rows of a file."""
-
-    question: str | None
-    """Column of the bare question; None when `chat` has the prompt."""
-    chat: str | None
-    """Column of chat messages."""
-    answer: str | None
-    """Column of the ground truth; None: the task has none."""
-    context: str | None = None
-    """Column that stands before the question, because the question alone cannot be understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +65,28 @@ class Proposal:
     """What the config says about a data file, and why."""
 
     train: str
-    """Path of the file, as the user gave it."""
-    eval: str | None
-    """Path of a file of held-out rows next to it."""
+    """Path of the file, folder or pattern, as the user gave it."""
+    eval: dict[str, str] | None
+    """Source of held-out rows that belongs to it."""
     choice: ColumnChoice
     pattern: str | None
     pattern_meaning: str
     equality: Equality
+    system_prompt: str
     columns: list[str]
+    left_out: list[tuple[str, str]]
+    """Columns that are neither prompt nor ground truth, each with the reason."""
+    commas: list[DecimalCommas]
     rows: int
     refused: int
     reasons: list[str]
     """The rules that refuse rows, with counts."""
     max_prompt_length: int
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether completions are compared with a ground truth."""
+        return self.choice.answer is not None or self.choice.reply_is_truth
 
     @property
     def max_invalid_fraction(self) -> float:
@@ -107,136 +101,139 @@ def propose(path: str, *, question: str | None = None, answer: str | None = None
     `question` and `answer` are columns that the user has named; an empty answer: the task has no ground truth.
     """
     rows = preview(DataSource(path=path), PREVIEW_ROWS)
-    found = [choice for choice in candidates(rows) if question in (None, choice.question, choice.chat)]
-    if answer is not None:
-        found = [ColumnChoice(one.question, one.chat, answer or None, one.context) for one in found]
-    refusals: list[str] = []
+    columns = list(dict.fromkeys(str(column) for row in rows for column in row))
+    found = candidates(rows, question=question, answer=answer)
+    refused: dict[str, str] = {}
     for choice in found:
         texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                return _tried(path, choice, find_pattern(texts), _columns(rows), Path(folder))
-        except DataError as error:
-            refusals.append(f"{choice.question or choice.chat}: {error.message.splitlines()[0]}")
+                found_here = _tried(path, choice, find_pattern(texts) or find_unit(texts), rows, Path(folder))
+                return replace(found_here, left_out=left_out(found_here.choice, rows, refused))
+        except _RefusedReading as error:
+            refused[str(choice.question or choice.chat)] = str(error)
+    others = left_out(ColumnChoice(None, None, None), rows, refused)
     raise DataError(
-        "no column holds questions that can be used" + "".join(f"\n  {refusal}" for refusal in refusals),
-        place=f"{path} (columns: {', '.join(_columns(rows))})",
+        "no column holds questions that can be used" + "".join(f"\n  {name}: {why}" for name, why in others),
+        place=f"{path} (columns: {', '.join(columns)})",
         fix="name the columns: grpo init FILE --question COLUMN --answer COLUMN",
     )
 
 
-def candidates(rows: Rows) -> list[ColumnChoice]:
-    """Every plausible way to read the rows: chats before questions, likelier columns first; empty when no column holds text.
-
-    Names order the columns, and values decide whether one is a candidate at all: `prompt` may hold text or messages.
-    """
-    columns = _columns(rows)
-
-    def holding(fits: Callable[[object], bool]) -> list[str]:
-        return [column for column in columns if sum(fits(row.get(column)) for row in rows) / max(len(rows), 1) >= FILLED]
-
-    chats, texts = holding(_is_chat), holding(_is_text)
-    values = holding(lambda value: _is_text(value) or (isinstance(value, int | float) and not isinstance(value, bool)))
-    named = [column for column in values if _rank(column, ANSWERS) < 2 * len(ANSWERS)]
-    answer = min(named, key=lambda column: _rank(column, ANSWERS), default=None)
-    # A column whose text is always the same asks nothing.
-    asking = [column for column in texts if len({str(row.get(column)) for row in rows}) > len(rows) / 20]
-    # Without a familiar name the longest text is the likeliest question.
-    asking.sort(key=lambda column: -sum(len(str(row.get(column) or "")) for row in rows))
-    familiar = [column for column in columns if column in asking and _rank(column, QUESTIONS) < 2 * len(QUESTIONS)]
-    questions = sorted(familiar, key=lambda column: _rank(column, QUESTIONS))
-    questions += [column for column in asking if column not in familiar]
-
-    def context(question: str) -> str | None:
-        if _rank(question, QUESTIONS) >= len(QUESTIONS):
-            return None
-        return next((one for one in texts if one.lower() in CONTEXTS and one not in (question, answer)), None)
-
-    return [ColumnChoice(None, column, answer) for column in chats] + [
-        ColumnChoice(column, None, answer, context(column)) for column in questions if column != answer
-    ]
+class _RefusedReading(Exception):  # noqa: N818
+    """The rules refuse most rows, as they are read."""
 
 
-def _columns(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(str(column) for row in rows for column in row))
-
-
-def _rank(column: str, names: Sequence[str]) -> int:
-    """Place of a column among usual names: exact ones first, then columns that contain one. Neither: twice their number."""
-    plain = column.lower().strip().replace(" ", "_")
-    if plain in names:
-        return names.index(plain)
-    parts = plain.split("_")
-    return next((len(names) + place for place, name in enumerate(names) if name in parts), 2 * len(names))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_chat(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in value)
-    )
-
-
-def data_settings(choice: ColumnChoice, columns: list[str], pattern: str | None) -> dict[str, object]:
+def data_settings(choice: ColumnChoice, columns: Sequence[str], pattern: str | None) -> dict[str, object]:
     """The settings of section `data` that describe a reading."""
     settings: dict[str, object] = {}
-    if choice.context:
-        settings["question"] = f"{{{choice.context}}} {{{choice.question}}}"
+    if choice.template:
+        settings["question"] = choice.template
     elif choice.question:
         settings["question_column"] = choice.question
-    if choice.chat:
+    others = [name for name in ("prompt", "question") if name in columns and name != choice.question]
+    if choice.chat and choice.reply:
+        # Without its reply a chat is a prompt under one name: a column of this name that is a prompt would win.
+        settings |= {"rename": {choice.chat: "messages"}} if choice.chat not in CHAT_COLUMNS else {}
+        settings |= {f"{name}_column": f"no_{name}_column" for name in others if name in columns}
+    elif choice.chat:
         settings["prompt_column"] = choice.chat
-    elif "prompt" in columns or choice.question == "prompt":
+    elif not choice.template and "prompt" in (*others, choice.question):
         # A column called prompt would win over the question; this name is no column.
         settings["prompt_column"] = "no_prompt_column"
-    settings["answer_column"] = choice.answer
+    settings["answer_column"] = "answer" if choice.reply_is_truth else choice.answer
     if pattern:
         settings["answer_pattern"] = pattern
     return settings
 
 
-def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, columns: list[str], folder: Path) -> Proposal:
-    """Validate the file with this reading; raises `DataError` when the rules refuse most rows."""
-    # The file of held-out rows that belongs to a file of training rows: test.jsonl next to train.jsonl.
+def _held_out(path: str) -> dict[str, str] | None:
+    """The source of held-out rows that belongs to one of training rows: test.jsonl next to train.jsonl, or another split."""
     file = Path(path)
-    siblings = [file.with_name(file.name.replace("train", other)) for other in _HELD_OUT if "train" in file.stem]
-    held_out = next((str(other) for other in siblings if other.is_file()), None)
-    sources = {"train": [{"path": path, "max_rows": TRIAL_ROWS}]} | ({"eval": [{"path": held_out}]} if held_out else {})
+    for other in _HELD_OUT if "train" in file.stem else ():
+        sibling = str(file.with_name(file.name.replace("train", other)))
+        if Path(sibling).is_file() or (is_pattern(sibling) and glob.glob(sibling, recursive=True)):  # noqa: PTH207
+            return {"path": sibling}
+    if file.is_dir():
+        train = [shard.path for shard in shards_of(DataSource(path=path))]
+        for split in ("test", "validation"):
+            with suppress(DataError):
+                if not set(train) & {shard.path for shard in shards_of(DataSource(path=path, split=split))}:
+                    return {"path": path, "split": split}
+    return None
+
+
+def _tried(
+    path: str,
+    choice: ColumnChoice,
+    pattern: tuple[str, str] | None,
+    rows: Rows,
+    folder: Path,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> Proposal:
+    """Validate the file with this reading; raises `_RefusedReading` when the rules refuse most rows."""
+    columns = list(dict.fromkeys(str(column) for row in rows for column in row))
+    held_out = _held_out(path)
+    sources = {"train": [{"path": path, "max_rows": TRIAL_ROWS}]} | ({"eval": [held_out]} if held_out else {})
     settings = data_settings(choice, columns, pattern[0] if pattern else None)
-    data = DataConfig.model_validate(sources | settings | {"system_prompt": SYSTEM_PROMPT})
     # The stage trains nothing here: a config has one.
     config = RunConfig(
-        data=data,
-        validation=ValidationConfig(max_invalid_fraction=1.0, max_prompt_length=MOST_PROMPT_TOKENS),
+        data=DataConfig.model_validate(sources | settings | {"system_prompt": system_prompt}),
+        validation=ValidationConfig(max_prompt_length=MOST_PROMPT_TOKENS),
         completion=CompletionConfig(equality="exact"),
         rollout=RolloutConfig(max_completion_length=COMPLETION_TOKENS),
         stages=[StageConfig(name="train", rewards=["format"])],
         seed=42,
     )
-    read = load_sources(data, directory=folder)
-    report = validate_rows(folder / ROWS, config, Origin("", folder, 0.0, read))
-    if report.quarantined > MOST_REFUSED * report.rows:
-        worst = max(report.rules, key=lambda rule: rule.rows)
-        raise DataError(f"{report.quarantined:,} of {report.rows:,} rows are refused: {worst.meaning}")
-    truths = pl.read_parquet(report.train, columns=["answer"])["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
+    load_sources(config.data, directory=folder)
+    counter = load_counter(config.model)
+    verdict = judge(pl.read_parquet(folder / ROWS), config=config, counter=counter, markers=counter.special_tokens)
+    broken = [rule for rule in verdict.rules if rule.rows]
+    if any(rule.rule == "media_beside_text" for rule in broken):
+        # Another column is no way out: the text beside an image is not the whole question.
+        first = verdict.quarantine.filter(rule="media_beside_text").row(0, named=True)
+        raise DataError(
+            f"rows have an image, a sound or a video beside their text ({first['value']}); only text is trained on",
+            place=row_place(first["source"], first["line"]),
+            fix=BY_NAME["media_beside_text"].fix,
+        )
+    if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
+        worst = max(broken, key=lambda rule: rule.rows)
+        raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
+    truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
+    replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
+    # Ground truths are rewritten with points, so completions have to have them.
+    wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
+    if replied or wanted != system_prompt:
+        return _tried(path, choice, replied or pattern, rows, folder, wanted)
     return Proposal(
         train=path,
         eval=held_out,
         choice=choice,
         pattern=pattern[0] if pattern else None,
         pattern_meaning=pattern[1] if pattern else "",
-        equality=find_equality(truths) if choice.answer else "exact",
+        equality=find_equality(truths),
+        system_prompt=system_prompt,
         columns=columns,
-        rows=report.rows,
-        refused=report.quarantined,
-        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in report.rules if rule.rows],
-        max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(report.prompt_tokens.max / 32)),
+        left_out=[],
+        commas=verdict.commas,
+        rows=verdict.rows,
+        refused=verdict.num_quarantined,
+        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
+        max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
     )
+
+
+def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:
+    """The pattern that takes numbers out of answers of one unit. Those of several units cannot be compared without it."""
+    found = pl.Series("answer", answers, dtype=pl.String).str.extract_groups(_WITH_UNIT).struct
+    before, after = (set(found.field(side).drop_nulls()) - {""} for side in ("1", "3"))
+    if not answers or found.field("2").null_count() or len(before) + len(after) != 1:
+        return None
+    [unit] = before | after
+    mark = f"(?:{re.escape(unit)})?"
+    pattern = rf"^\s*{mark}\s*(.*?)\s*$" if before else rf"^\s*(.*?)\s*{mark}\s*$"
+    return pattern, f"the number without its unit {unit}"
 
 
 def find_equality(truths: Sequence[str]) -> Equality:
@@ -255,7 +252,7 @@ def config_text(proposal: Proposal, *, name: str, model: str, config_path: str) 
     """The proposal as YAML, checked before it is returned: what is written can be loaded. Its first lines name `config_path`."""
     reasons = "".join(f"\n  # {_comment(reason)}" for reason in proposal.reasons)
     equality = (
-        f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n" if proposal.choice.answer else ""
+        f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n" if proposal.has_truth else ""
     )
     text = f"""\
 # Written by grpo init. Paths are relative to the folder where you call grpo.
@@ -292,18 +289,23 @@ evaluation: {{max_prompts: 64, num_samples: 4}}
 def _data(proposal: Proposal) -> str:
     lines = ["data:", f"  train: [{{path: {_scalar(proposal.train)}}}]"]
     if proposal.eval:
-        lines.append(f"  eval: [{{path: {_scalar(proposal.eval)}}}]    # held-out rows")
+        listed = ", ".join(f"{key}: {_scalar(value)}" for key, value in proposal.eval.items())
+        lines.append(f"  eval: [{{{listed}}}]    # held-out rows")
     else:
         lines.append("  eval_fraction: 0.1    # share of the rows that is held out for evaluation")
     lines.append(f"  # columns of the file: {_comment(', '.join(proposal.columns))}")
+    lines += [f"  #   {_comment(f'{name} is left out: {why}')}" for name, why in proposal.left_out]
+    lines += [f"  # {_comment(str(one))}" for one in proposal.commas]
     for key, value in data_settings(proposal.choice, proposal.columns, proposal.pattern).items():
         meaning = proposal.pattern_meaning if key == "answer_pattern" else _MEANINGS[key]
         if key == "answer_column" and value is None:
             meaning = "the file has no ground truth"
-        if value == "no_prompt_column":
-            meaning = "the column `prompt` is not used"
+        if value in ("no_prompt_column", "no_question_column"):
+            meaning = f"the column `{key.removesuffix('_column')}` is not used"
+        if key == "answer_column" and proposal.choice.reply_is_truth:
+            meaning = "the last reply of the chat is the ground truth"
         lines.append(f"  {key}: {_scalar(value)}    # {_comment(meaning)}")
-    lines.append(f"  system_prompt: {_scalar(SYSTEM_PROMPT)}    # names the tags of section completion")
+    lines.append(f"  system_prompt: {_scalar(proposal.system_prompt)}    # names the tags of section completion")
     return "\n".join(lines) + "\n"
 
 
@@ -313,14 +315,14 @@ def _stages(proposal: Proposal) -> str:
 stages:
   - &stage
     name: format    # first learn the tags ...
-    rewards: [incremental_format, format]{"" if proposal.choice.answer else own}
+    rewards: [incremental_format, format]{"" if proposal.has_truth else own}
     max_steps: 50
     num_generations: 8    # completions per prompt
     per_device_train_batch_size: 16    # completions per pass
     learning_rate: 1.0e-4
     beta: 0.01    # strength of the KL penalty
 """
-    if proposal.choice.answer:
+    if proposal.has_truth:
         stages += """\
   - <<: *stage
     name: correctness    # ... then right answers, from the model of the first stage

@@ -1,8 +1,9 @@
 """One record of a source -> one raw row: question, messages or plain prompt, answers as text, the other columns as JSON.
 
-A row asks by data.question (a template), else prompt, else question, else messages, whichever it has first. Answers are text and
-numbers as they are, true and false as in JSON, objects as compact JSON, dates in ISO 8601, or a list of several right ones.
-Checks structure only, and never raises for a bad record: what cannot be represented becomes a fault of the row.
+A row asks by data.question (a template), else prompt, else question, else a well-known form (`known_form`), whichever it has
+first. Answers are text and numbers as they are, true and false as in JSON, objects as compact JSON, dates in ISO 8601, or a list
+of several right ones. Checks structure only, and never raises for a bad record: what cannot be represented becomes a fault of the
+row.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -25,8 +26,23 @@ class Fault(NamedTuple):
     value: str
 
 
-MESSAGES_COLUMN = "messages"
-"""Chat column of data sets for supervised training, whose last message is the reply."""
+CHAT_COLUMNS = ("messages", "conversations", "conversation", "chosen")
+"""Chats whose last message is the reply: of supervised data, of ShareGPT, and of pairs of replies (DPO)."""
+PREFERRED = "chosen"
+"""A reply that somebody prefers is no ground truth. It stays a column, for demonstrations and for `lab.gold`."""
+ALPACA = "instruction"
+_ALPACA_TEMPLATE, _ALPACA_ANSWER = "{instruction}\n{input?}", "output"
+_ROLES_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+"""ShareGPT's names of the roles."""
+_MEDIA_NAME = re.compile(r"(?i)image|img|picture|photo|audio|video")
+_MEDIA_TEXT = re.compile(
+    r"(?is)data:(?:image|audio|video)/|[^\n]{1,2000}\.(?:png|jpe?g|webp|gif|bmp|tiff?|svg|wav|mp3|flac|mp4|webm)$"
+)
+_MEDIA_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"fLaC", b"ID3", b"OggS")
+
+
+OPTIONAL = "?"
+"""Behind the name of a column in a template: its text may be missing."""
 
 
 class Columns(NamedTuple):
@@ -92,10 +108,8 @@ def read_row(record: Record, columns: Columns) -> RawRow:
     fields = record.fields
     faults = list(record.faults)
     answer, answers = (None, None) if columns.answer is None else _answers(fields.get(columns.answer), faults)
-    task: str | None = columns.only_task
-    if columns.task is not None:
-        named = fields.get(columns.task)
-        task = _as_text(named) if isinstance(named, str | int) else None
+    named = None if columns.task is None else fields.get(columns.task)
+    task = columns.only_task if columns.task is None else _as_text(named) if isinstance(named, str | int) else None
     question = text = None
     messages = _Messages()
     # A function may ask for the ground truth by the column's own name (`solution`), unextracted, as it would get it in TRL.
@@ -112,11 +126,16 @@ def read_row(record: Record, columns: Columns) -> RawRow:
             text = prompt
         else:
             messages = _read_messages(prompt)
-    elif has_only_messages(fields, columns):
-        used |= {MESSAGES_COLUMN, columns.prompt}
-        messages = _read_messages(fields[MESSAGES_COLUMN])
+    elif (form := known_form(fields, columns)) == ALPACA:
+        used |= {columns.prompt, columns.question}
+        question = _filled(_ALPACA_TEMPLATE, fields, faults)
+        if columns.answer is not None and columns.answer not in fields:
+            answer, answers = _answers(fields[_ALPACA_ANSWER], faults)
+    elif form is not None:
+        used |= {columns.prompt} if form == PREFERRED else {form, columns.prompt}
+        messages = _read_messages(fields[form])
         if len(messages.roles) > 1 and messages.roles[-1] == "assistant":
-            if columns.answer is not None and columns.answer not in fields:
+            if columns.answer is not None and columns.answer not in fields and form != PREFERRED:
                 answer = messages.contents[-1]
             messages = messages._replace(roles=messages.roles[:-1], contents=messages.contents[:-1])
     else:
@@ -127,14 +146,24 @@ def read_row(record: Record, columns: Columns) -> RawRow:
     return RawRow(question, messages.roles or None, messages.contents or None, answer, extra, tuple(faults), text, answers, task)
 
 
-def has_only_messages(fields: Fields, columns: Columns) -> bool:
-    """Whether a row asks by a column `messages`, which counts only where nothing else does."""
-    return (
-        columns.template is None
-        and fields.get(MESSAGES_COLUMN) is not None
-        and fields.get(columns.prompt) is None
-        and fields.get(columns.question) is None
-    )
+def known_form(fields: Fields, columns: Columns) -> str | None:
+    """The column by which a row of a well-known form asks, of CHAT_COLUMNS or ALPACA. It counts only where nothing else does."""
+    if columns.template is not None or fields.get(columns.prompt) is not None or fields.get(columns.question) is not None:
+        return None
+    for name in CHAT_COLUMNS:
+        given = fields.get(name)
+        if isinstance(given, list) or (isinstance(given, str) and _is_json_list(given)):
+            return name
+    return ALPACA if isinstance(fields.get(ALPACA), str) and _ALPACA_ANSWER in fields else None
+
+
+def chat_message(given: Any) -> Any:
+    """A message of ShareGPT (from, value) with the keys role and content; anything else as it is."""
+    if not isinstance(given, Mapping) or "role" in given or not {"from", "value"} <= given.keys():
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+    role = given["from"]
+    return {"role": _ROLES_OF.get(role, role) if isinstance(role, str) else role, "content": given["value"], **rest}
 
 
 def _read_messages(prompt: object) -> _Messages:
@@ -151,7 +180,7 @@ def _read_messages(prompt: object) -> _Messages:
     roles: list[str] = []
     contents: list[str] = []
     extra = None
-    for message in prompt:
+    for message in map(chat_message, prompt):
         try:
             role, content = message["role"], message["content"]
         except (KeyError, TypeError):
@@ -200,15 +229,21 @@ def _question(fields: Fields, columns: Columns, faults: list[Fault]) -> str | No
 
 def _filled(template: str, fields: Fields, faults: list[Fault]) -> str | None:
     """The template with the values of its columns; their text is never taken for a template itself."""
-    pieces = []
+    pieces, left_out = [], False
     for literal, name, _, _ in Formatter().parse(template):
+        if name is not None and name not in fields and name.endswith(OPTIONAL):
+            name = name.removesuffix(OPTIONAL)  # noqa: PLW2901
+            if fields.get(name) in (None, ""):
+                left_out = True
+                pieces.append(literal)
+                continue
         value = None if name is None else _as_text(fields.get(name))
         if name is not None and value is None:
             missing = fields.get(name) is None
             faults.append(Fault("prompt_missing" if missing else "question_not_text", f"{name}: {short_json(fields.get(name))}"))
             return None
         pieces += [literal, value or ""]
-    return "".join(pieces)
+    return "".join(pieces).strip() if left_out else "".join(pieces)
 
 
 def _answers(value: object, faults: list[Fault]) -> tuple[str | None, Sequence[str] | None]:
@@ -259,8 +294,24 @@ def _extra(fields: Fields, used: set[str | None], faults: list[Fault]) -> str:
     if fields.keys() <= used:
         return "{}"
     others = {key: value for key, value in fields.items() if key not in used}
+    for name in [name for name, value in others.items() if _is_media(str(name), value)]:
+        faults.append(Fault("media_beside_text", f"column {name}"))
+        del others[name]
     try:
         return orjson.dumps(others, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     except (TypeError, ValueError):
         faults.append(Fault("unreadable_line", "a column is nested more than 254 levels deep"))
         return "{}"
+
+
+def _is_media(name: str, value: object) -> bool:
+    """Whether a value is an image, a sound or a video, or the path of one in a column that is called so."""
+    if isinstance(value, str):
+        return _MEDIA_NAME.search(name) is not None and _MEDIA_TEXT.match(value) is not None
+    if isinstance(value, bytes):
+        return value.startswith(_MEDIA_BYTES)
+    if isinstance(value, Mapping):
+        # As the library datasets stores images and sounds.
+        path, stored = value.get("path"), value.get("bytes")
+        return isinstance(stored, bytes) or ("bytes" in value and isinstance(path, str) and _MEDIA_TEXT.match(path) is not None)
+    return isinstance(value, list) and any(_is_media(name, one) for one in value[:1])

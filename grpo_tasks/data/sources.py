@@ -9,8 +9,10 @@ import difflib
 import hashlib
 import io
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.content.places import Unit, holds_array
+from grpo_tasks.content.shards import PACKINGS, format_of, shards_of, unpacked_name
 from grpo_tasks.data.chunks import (
     PARALLEL_FROM_BYTES,
     RAW_ARROW,
@@ -33,7 +36,7 @@ from grpo_tasks.data.chunks import (
     read_chunks_in_parallel,
 )
 from grpo_tasks.data.jsonl import MAX_LINE_BYTES, UTF8, encoding_of, open_as_utf8, read_jsonl, refuse_other_format, wrong_encoding
-from grpo_tasks.data.records import Columns, Fault, Fields, Record, short_json, shorten
+from grpo_tasks.data.records import OPTIONAL, Columns, Fault, Fields, Record, short_json, shorten
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.kit.progress import Count
 from schemas.config.data import DataConfig, DataSource, template_columns
@@ -42,8 +45,6 @@ from schemas.paths import is_local, resolve, why_not_a_file
 from schemas.results.data import SourceFile
 
 ROWS = "rows.parquet"
-_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "csv": (".csv", ".tsv"), "parquet": (".parquet", ".pq")}
-_FORMATS = {suffix: name for name, suffixes in _SUFFIXES.items() for suffix in suffixes}
 
 Split = Literal["train", "eval"]
 
@@ -53,6 +54,11 @@ _SURROGATES = "surrogateescape"
 _BLOCK_BYTES = 2**20
 _HEADER_CHARS = 2**16
 _UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+_ARROW_FILE = b"ARROW1"
+MAX_GROWTH = 100
+"""How many times its size a packed file may unpack to. Text shrinks to a tenth, rarely to a hundredth."""
+_UNPACKED_BYTES = 256 * 2**20
+"""What any packed file may unpack to."""
 _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 
@@ -62,13 +68,20 @@ def load_sources(data: DataConfig, *, directory: Path) -> list[SourceFile]:
     `DataError` where a source is missing, unreadable, empty, or has none of the configured columns; then no file is left behind.
     """
     sources: list[SourceFile] = []
+    split: Split
     with (
         replacing(directory / ROWS) as unfinished,
         no_garbage_collection(),
         pq.ParquetWriter(unfinished, RAW_ARROW, compression="lz4") as writer,
     ):
-        sources += [_load(source, "train", data=data, writer=writer) for source in data.train]
-        sources += [_load(source, "eval", data=data, writer=writer) for source in data.eval]
+        for split, listed in (("train", data.train), ("eval", data.eval)):
+            for source in listed:
+                left = source.max_rows
+                for shard in shards_of(source):
+                    if left is not None and left <= 0:
+                        break
+                    sources.append(_load(shard.model_copy(update={"max_rows": left}), split, data=data, writer=writer))
+                    left = None if left is None else left - sources[-1].rows
     return sources
 
 
@@ -92,15 +105,16 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
         template=source.question or data.question,
         rename={**data.rename, **source.rename} or None,
     )
-    layout = _layout(source, columns)
     path = Path(resolve(source.path))
-    before = None if layout.format == "hub" else _stamp(path)
+    is_hub = _format(source) == "hub"
+    before = None if is_hub else _stamp(path)
     summary, rows_digest = ScanSummary(), hashlib.sha256()
     count = Count(f"reading {path.name}", unit="rows")
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, unpacked(path, source) as plain:
         # hashlib releases the interpreter lock, so the file is hashed while it is read.
-        file_digest = None if layout.format == "hub" else pool.submit(file_sha256, path)
-        for chunk in _chunks(source, split, layout, columns=columns, rows_digest=rows_digest):
+        file_digest = None if is_hub else pool.submit(file_sha256, path)
+        layout = _layout(plain, source, columns)
+        for chunk in _chunks(plain, source, split, layout, columns=columns, rows_digest=rows_digest):
             writer.write_table(chunk.table)
             summary.add(chunk.summary)
             count.add(chunk.table.num_rows)
@@ -121,7 +135,8 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
         unit=layout.unit,
         columns=summary.columns,
         with_answer=summary.with_answer,
-        from_messages=summary.from_messages,
+        form=summary.form,
+        of_form=summary.of_form,
     )
 
 
@@ -131,24 +146,31 @@ def _stamp(path: Path) -> tuple[int, int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _layout(source: DataSource, columns: Columns) -> _Layout:
+def _format(source: DataSource) -> str:
+    """The format of one file, which exists then, or hub."""
     path = Path(resolve(source.path))
-    file_format = source.format if source.format != "auto" else _FORMATS.get(path.suffix.lower(), "hub")
-    if file_format == "hub":
-        if source.format == "auto" and is_local(source.path):
-            raise DataError(
-                f"the suffix {path.suffix!r} belongs to no known format" if path.suffix else "the file name has no suffix",
-                place=source.path,
-                fix="set format: jsonl, csv, parquet or hub",
-            )
-        return _Layout("hub")
-    _check_file(path, source)
-    if file_format == "parquet":
-        return _Layout("parquet")
+    file_format = source.format if source.format != "auto" else format_of(path) or "hub"
+    if file_format != "hub":
+        _check_file(path, source)
+    elif source.format == "auto" and is_local(source.path):
+        suffix = unpacked_name(path).suffix
+        raise DataError(
+            f"the suffix {suffix!r} belongs to no known format" if suffix else "the file name has no suffix",
+            place=source.path,
+            fix="set format: jsonl, csv, parquet, arrow or hub",
+        )
+    return file_format
+
+
+def _layout(path: Path, source: DataSource, columns: Columns) -> _Layout:
+    file_format = _format(source)
+    if file_format in ("hub", "parquet", "arrow"):
+        return _Layout(file_format)
     if file_format == "csv":
         encoding = source.encoding or csv_encoding(path)
         wanted = [columns.original(name) for name in (columns.question, columns.prompt, columns.answer, columns.task)]
-        wanted += [columns.original(name) for name in template_columns(columns.template)] if columns.template else []
+        named = template_columns(columns.template) if columns.template else []
+        wanted += [columns.original(name) for name in {*named, *(name.removesuffix(OPTIONAL) for name in named)}]
         return _Layout("csv", encoding, source.delimiter or csv_delimiter(path, encoding, wanted), "line")
     encoding = source.encoding or encoding_of(path)
     if path.suffix.lower() != ".json":
@@ -157,10 +179,41 @@ def _layout(source: DataSource, columns: Columns) -> _Layout:
         return _Layout("jsonl", encoding, unit="record" if holds_array(path, file) else "line")
 
 
+@contextmanager
+def unpacked(path: Path, source: DataSource) -> Iterator[Path]:
+    """The file itself, or for a packed one (.gz, .zst) a temporary copy as it was before; errors name the file itself.
+
+    `DataError` where it is damaged, or grows beyond what text does (MAX_GROWTH): a small file may unpack to a full disk.
+    """
+    codec = PACKINGS.get(path.suffix.lower())
+    if codec is None or _format(source) == "hub":
+        yield path
+        return
+    most = max(_UNPACKED_BYTES, MAX_GROWTH * path.stat().st_size)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / unpacked_name(path).name
+        try:
+            with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, codec) as stream, plain.open("wb") as copy:
+                while block := stream.read(_BLOCK_BYTES):
+                    if copy.tell() + len(block) > most:
+                        raise DataError(
+                            f"the file unpacks to more than {MAX_GROWTH} times its size",
+                            place=source.path,
+                            fix="unpack it yourself if you trust it, and name the unpacked file",
+                        )
+                    copy.write(block)
+        except OSError as error:
+            reason = f"the file cannot be unpacked as {codec}: {_first_line(error)}"
+            raise DataError(reason, place=source.path, fix="pack the file again, or name the unpacked one") from error
+        try:
+            yield plain
+        except DataError as error:
+            raise DataError(error.message, place=error.place.replace(str(plain), source.path), fix=error.fix) from error
+
+
 def _chunks(
-    source: DataSource, split: Split, layout: _Layout, *, columns: Columns, rows_digest: "hashlib._Hash"
+    path: Path, source: DataSource, split: Split, layout: _Layout, *, columns: Columns, rows_digest: "hashlib._Hash"
 ) -> Iterator[Chunk]:
-    path = Path(resolve(source.path))
     if layout.format == "hub":
         records = _hashed(read_hub(source, resolve(source.path)), rows_digest)
     else:
@@ -176,9 +229,9 @@ def _chunks(
 def _file_records(path: Path, layout: _Layout, columns: Columns) -> Iterator[Record]:
     if layout.format == "csv":
         return read_csv(path, delimiter=layout.delimiter, encoding=layout.encoding)
-    if layout.format == "parquet":
-        return read_parquet(path)
-    return read_jsonl(path, answer_column=columns.original(columns.answer), encoding=layout.encoding)
+    if layout.format == "jsonl":
+        return read_jsonl(path, answer_column=columns.original(columns.answer), encoding=layout.encoding)
+    return read_parquet(path) if layout.format == "parquet" else read_arrow(path)
 
 
 def _hashed(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Record]:
@@ -202,18 +255,21 @@ def _check_file(path: Path, source: DataSource) -> None:
 
 
 def preview(source: DataSource, limit: int) -> list[Fields]:
-    """The first readable records of a file with all their columns, at most `limit`; empty for a hub data set.
+    """The first readable records of the files of a source with all their columns, at most `limit`; empty for a hub data set.
 
-    `DataError` where the file is missing, empty or unreadable.
+    `DataError` where a file is missing, empty or unreadable.
     """
     columns = Columns("question", "prompt", "answer")
-    layout = _layout(source, columns)
-    if layout.format == "hub":
-        return []
-    records = _file_records(Path(resolve(source.path)), layout, columns)
-    # A file of broken lines only must not be read to its end.
-    readable = (record.fields for record in islice(records, 10 * limit) if record.fields is not None)
-    return list(islice(readable, limit))
+    found: list[Fields] = []
+    for shard in shards_of(source):
+        if _format(shard) == "hub" or len(found) >= limit:
+            break
+        with unpacked(Path(resolve(shard.path)), shard) as path:
+            records = _file_records(path, _layout(path, shard, columns), columns)
+            # A file of broken lines only must not be read to its end.
+            readable = (record.fields for record in islice(records, 10 * limit) if record.fields is not None)
+            found += islice(readable, limit - len(found))
+    return found
 
 
 def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> Iterator[Record]:
@@ -291,17 +347,44 @@ def csv_delimiter(path: Path, encoding: str, wanted: Sequence[str]) -> str:
 
 def read_parquet(path: Path) -> Iterator[Record]:
     """Records of a Parquet file; raises `DataError` when the file is not Parquet or is damaged."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(_BATCH)
+
+    return _table_records(path, batches(), "Parquet")
+
+
+def read_arrow(path: Path) -> Iterator[Record]:
+    """Records of an Arrow file (Feather) or an Arrow stream (save_to_disk); raises `DataError` as `read_parquet` does."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(path)) as file:
+            if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
+                reader = pa.ipc.open_file(file)
+                found = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                found = iter(pa.ipc.open_stream(file))
+            for batch in found:
+                # Arrow takes offsets from a damaged file on trust.
+                batch.validate(full=True)
+                yield from (batch.slice(start, _BATCH) for start in range(0, batch.num_rows, _BATCH))
+
+    return _table_records(path, batches(), "Arrow")
+
+
+def _table_records(path: Path, batches: Iterator[pa.RecordBatch], kind: str) -> Iterator[Record]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Record(number, fields)
+        for batch in batches:
+            for fields in batch.to_pylist():
+                number += 1
+                yield Record(number, fields)
     # A damaged page may also decode to text that is not UTF-8, or to a date that Python cannot represent.
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
-            f"the file cannot be read as Parquet: {_first_line(error)}",
+            f"the file cannot be read as {kind}: {_first_line(error)}",
             place=f"{path}, after row {number}",
             fix="write the file again, or set the source's format",
         ) from error

@@ -16,10 +16,12 @@ from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.content.places import place_in, row_place
+from grpo_tasks.content.shards import shards_of
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
 from grpo_tasks.data.judge import EXACT_ROWS, RowVerdict, judge
 from grpo_tasks.data.normalise import prompt_format
+from grpo_tasks.data.records import ALPACA
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import QUARANTINE
 from schemas.config.data import ValidationConfig
@@ -72,7 +74,8 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         patterns = [config.data.answer_pattern, *(one.answer_pattern for one in (*config.data.train, *config.data.eval))]
         truths = find_unusable_truths(verdict.accepted, how, extracted=any(patterns))
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
-    warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
+    commas = [str(one) for one in verdict.commas if config.data.number_format == "auto"]
+    warnings = [*notes, *commas, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
@@ -90,7 +93,8 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
 def _check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> None:
     column, tasks = config.data.answer_column, config.data.tasks
     configured = [*config.data.train, *config.data.eval]
-    optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
+    without = [source for source in configured if source.task in tasks and tasks[source.task].answers == "optional"]
+    optional = {shard.path for source in without for shard in shards_of(source)}
     by_row = config.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
     if column is None or by_row or config.completion.is_free_text:
         return
@@ -217,9 +221,11 @@ def _sources(sources: Sequence[SourceFile]) -> Iterator[str]:
         rows.append([code(one.path), one.split, f"{one.rows:,}", one.unit, text, code(one.sha256[:16])])
     yield table(["source", "split", "rows", "numbered by", "text", "SHA-256"], rows, right=["rows"])
     for one in sources:
-        if one.from_messages:
+        if one.form == ALPACA:
+            yield f"{code(one.path)}: {one.of_form:,} prompts are Alpaca's columns instruction and input."
+        elif one.form:
             reply = "without the assistant's last reply"
-            yield f"{code(one.path)}: {one.from_messages:,} prompts are the column `messages`, {reply}."
+            yield f"{code(one.path)}: {one.of_form:,} prompts are the column `{one.form}`, {reply}."
 
 
 def _tables(verdict: RowVerdict) -> Iterator[str]:

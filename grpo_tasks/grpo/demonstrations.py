@@ -27,6 +27,7 @@ from grpo_tasks.content.tokenizer import (
     special_tokens,
     turn_end,
 )
+from grpo_tasks.data.records import chat_message
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.rounds import PromptSchedule, Rollout, Round, ScoredRollout
 from grpo_tasks.rewards.suite import Scores
@@ -268,8 +269,9 @@ def _turns(row: PromptRow, given: object) -> list[Turn]:
         raise UnusableError("missing", "there is no demonstration")
     if isinstance(given, str):
         given = [{"role": "assistant", "content": given}]
-    if not isinstance(given, list) or not all(isinstance(turn, Mapping) for turn in given):
-        raise UnusableError("not_messages", f"the demonstration is {type(given).__name__}, neither a text nor chat messages")
+    given = [chat_message(turn) for turn in (given if isinstance(given, list) else [given])]
+    if not all(isinstance(turn, Mapping) for turn in given):
+        raise UnusableError("not_messages", f"the demonstration is {type(given[0]).__name__}, neither a text nor chat messages")
     turns, plain = list(given), [{"role": turn.get("role"), "content": turn.get("content")} for turn in given]
     prompt = [dict(message) for message in row.messages]
     # A column of complete conversations repeats the prompt; a system prompt of the config stands in the prompt only.

@@ -19,6 +19,7 @@ from grpo_tasks.answers.extract import FORMATS, perfect_completion
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.content.places import row_place
+from grpo_tasks.data.records import chat_message
 from grpo_tasks.rewards.contract import ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig, Equality, TagsConfig
@@ -308,8 +309,8 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
             fix=f"one of {', '.join(columns) or 'none: there are no further columns'}, or package.module:function",
         )
     # Texts, or chat messages of which the last one counts.
-    chats = [value if isinstance(value, list) and value and isinstance(value[-1], Mapping) else None for value in values]
-    texts = [value if chat is None else chat[-1].get("content") for value, chat in zip(values, chats, strict=True)]
+    last = [chat_message(value[-1] if isinstance(value, list) and value else value) for value in values]
+    texts = [one.get("content") if isinstance(one, Mapping) else one for one in last]
     return [None if text is None else str(text) for text in texts]
 
 

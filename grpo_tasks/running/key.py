@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from grpo_tasks.content.hashes import file_sha256, folder_sha256, outputs_sha256
 from grpo_tasks.content.model_files import hub_commit
 from grpo_tasks.content.modules import modules_sha256
+from grpo_tasks.content.shards import shards_sha256
 from schemas.config.data import DataSource
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import JUDGES_BY, JudgeConfig, RewardsConfig
@@ -151,14 +152,14 @@ def _model_json(value: BaseModel) -> Any:
 
 def _contents(value: BaseModel) -> str:
     """Digest of what a config section refers to by name: a data file, a model folder or hub commit, the code of rewards."""
-    if isinstance(value, DataSource | ModelConfig):
+    if isinstance(value, DataSource):
+        # Where the run has locked the hashes, reading the files compares the rows with them.
+        return shards_sha256(value)
+    if isinstance(value, ModelConfig):
         path = Path(resolve(value.path))
-        if isinstance(value, DataSource) and value.sha256 is not None:
-            # Reading it compares the rows with it.
-            return value.sha256
         if path.exists():
             # A base model is read once, not once per step.
-            found = path_sha256(path, remembered=isinstance(value, ModelConfig))
+            found = path_sha256(path, remembered=True)
             if value.sha256 not in (None, found):
                 raise DamagedError(
                     "the base model has changed since this run started",
@@ -167,8 +168,7 @@ def _contents(value: BaseModel) -> str:
                 )
             return found
         # A version of the registry is named by its number; the hub knows nothing of it.
-        named = isinstance(value, DataSource) or value.path.startswith("models:/")
-        return "" if named else hub_commit(value.path, value.revision)
+        return "" if value.path.startswith("models:/") else hub_commit(value.path, value.revision)
     if isinstance(value, JudgeConfig):
         # What people have judged.
         return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""

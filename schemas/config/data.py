@@ -52,16 +52,17 @@ Template = Annotated[str, AfterValidator(_template)]
 
 
 class DataSource(Section):
-    """One file or one hub data set."""
+    """One file, several files of one form, or one hub data set."""
 
     path: Address
-    """JSONL, JSON, CSV, TSV or Parquet file (from the working directory), hub id such as openai/gsm8k, or embedded:FILE."""
-    format: Details[Literal["auto", "jsonl", "csv", "parquet", "hub"]] = "auto"
+    """JSONL, JSON, CSV, TSV, Parquet or Arrow file (from the working directory), also packed (.gz, .zst); a pattern such as
+    parts/*.parquet; a folder of such files, or one that save_to_disk wrote; hub id such as openai/gsm8k; or embedded:FILE."""
+    format: Details[Literal["auto", "jsonl", "csv", "parquet", "arrow", "hub"]] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
     name: Details[str | None] = None
     """Configuration name of a hub data set, for example main."""
     split: Details[str] = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, a saved data set, or a folder whose file names tell splits apart."""
     revision: Details[str | None] = None
     """Revision of a hub data set (branch, tag or commit)."""
     max_rows: Details[int | None] = Field(None, ge=1, le=MOST_ROWS)
@@ -78,17 +79,22 @@ class DataSource(Section):
     """Pattern of the ground truth for this source. Empty: data.answer_pattern."""
     rename: Details[dict[str, str]] = Field(default_factory=dict)
     """New names of columns of this source, {old: new}, in addition to data.rename."""
-    _locked: str | None = PrivateAttr(None)
+    _locked: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def locked_files(self) -> Mapping[str, str]:
+        """SHA-256 of each file when the run started, by its name; empty before, and for a hub data set."""
+        return self._locked
 
     @property
     def sha256(self) -> str | None:
-        """Of the file when the run started; None before, and for a hub data set."""
-        return self._locked
+        """Of the file `path` when the run started; None before, and for several files or a hub data set."""
+        return self._locked.get(self.path)
 
-    def locked(self, sha256: str) -> Self:
-        """The source whose file must have these contents when it is read; no file or form shows it."""
+    def locked(self, files: Mapping[str, str]) -> Self:
+        """The source whose files must be these, with these contents, when it is read; no file or form shows it."""
         source = self.model_copy()
-        source._locked = sha256
+        source._locked = dict(files)
         return source
 
 
@@ -129,10 +135,14 @@ class DataConfig(Section):
     answer_pattern: ColumnsAndSplit[str | None] = None
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""
+    number_format: ColumnsAndSplit[Literal["auto", "comma", "point"]] = "auto"
+    """How ground truths write numbers. point: 1,234.5. comma: 1.234,5, which becomes 1234.5. auto: comma for a source that
+    has decimal commas such as 1,50 and no decimal points. The validation says which sources do."""
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
     question: ColumnsAndSplit[Template | None] = None
-    """Template that joins columns into the question, for example `{Body} {Question}`. Empty: question_column."""
+    """Template that joins columns into the question, for example `{Body} {Question}`; a column with `?`, as in `{input?}`, may be
+    empty. Empty: question_column."""
     rename: ColumnsAndSplit[dict[str, str]] = Field(default_factory=dict)
     """New names of columns, {old: new}. Applied before all other settings; a column that a source does not have is skipped."""
     format: ColumnsAndSplit[Literal["auto", "conversational", "standard"]] = "auto"

@@ -25,8 +25,10 @@ class SourceFile(Result):
     """Of its first row, renamed as configured."""
     with_answer: int = 0
     """Rows that have the answer column, or a reply of the assistant in its place."""
-    from_messages: int = 0
-    """Rows whose prompt is the column `messages`."""
+    form: str = ""
+    """Column by which rows of a well-known form ask: messages, conversations, chosen, or instruction (Alpaca)."""
+    of_form: int = 0
+    """Rows that do."""
 
 
 class PreparedData(StepResult):

@@ -5,6 +5,8 @@ import json
 from datetime import date
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter
@@ -119,9 +121,94 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     asked = ("user", "1 + 1?")
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
     [source] = load_sources(DataConfig.model_validate(data), directory=tmp_path)
-    assert source.from_messages == 3
+    assert (source.form, source.of_form) == ("messages", 3)
     report_data(verdict, Origin("k", tmp_path, 0, [source]))
     assert "3 prompts are the column `messages`, without" in (tmp_path / "report.md").read_text()
+
+
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "1 + 1?"},
+    {"from": "gpt", "value": "so #### 2"},
+]
+
+
+def test_sharegpt_conversations_are_chats_whose_reply_is_the_answer(judged, verdict_on, tmp_path):
+    verdict = judged({"id": "a", "conversations": SHAREGPT}, answer_pattern="#### (.+)")
+    assert contents(verdict) == [[("system", "Be brief."), ("user", "1 + 1?")]]
+    assert verdict.accepted["answer"].to_list() == ["2"]
+    cells = tmp_path / "rows.csv"
+    pl.DataFrame({"conversations": [json.dumps(SHAREGPT)]}).write_csv(cells)
+    assert contents(verdict_on({"train": [{"path": str(cells)}]})) == contents(verdict)
+    unknown = [{"from": "tool", "value": "x"}, {"from": "human", "value": "q"}]
+    assert broken(judged({"conversations": unknown, "answer": "1"})) == {1: "unknown_role"}
+    assert broken(judged({"conversations": [{"from": "human", "value": 3}], "answer": "1"})) == {1: "message_shape"}
+
+
+def test_alpaca_rows_ask_by_instruction_and_input(judged, write, tmp_path):
+    rows = [{"instruction": "Add.", "input": "1 and 2", "output": "3"}, {"instruction": "Add 2 and 2.", "input": "", "output": 4}]
+    verdict = judged(*rows)
+    assert contents(verdict) == [[("user", "Add.\n1 and 2")], [("user", "Add 2 and 2.")]]
+    assert verdict.accepted["answer"].to_list() == ["3", "4"]
+    # A question or an answer of its own counts before the form.
+    own = judged({**rows[0], "question": "q?", "answer": "5"})
+    assert (contents(own), own.accepted["answer"].to_list()) == ([[("user", "q?")]], ["5"])
+    [source] = load_sources(DataConfig.model_validate({"train": [{"path": write(*rows)}]}), directory=tmp_path)
+    report_data(verdict, Origin("k", tmp_path, 0, [source]))
+    assert "2 prompts are Alpaca's columns instruction and input" in (tmp_path / "report.md").read_text()
+
+
+PAIRS = {
+    "chosen": [*CHAT[:1], {"role": "assistant", "content": "two"}],
+    "rejected": [*CHAT[:1], {"role": "assistant", "content": "3"}],
+}
+
+
+def test_pairs_of_chats_ask_what_both_begin_with(judged):
+    verdict = judged(PAIRS, answer_column=None)
+    assert contents(verdict) == [[("user", "1 + 1?")]]
+    assert verdict.accepted["answer"].to_list() == [None]
+    # A preferred reply is a column, and no ground truth.
+    assert json.loads(verdict.accepted["extra"][0]) == PAIRS
+    assert broken(judged(PAIRS)) == {1: "answer_missing"}
+
+
+IMAGES = {
+    "stored as datasets do": {"image": {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}},
+    "several": {"scans": [{"bytes": None, "path": "a.png"}]},
+    "bytes": {"blob": b"\xff\xd8\xff\xe0..."},
+    "a path": {"image_file": "train/0001.JPG"},
+    "an address": {"picture": "data:image/png;base64,iVBORw0KGgo="},
+    "a sound": {"audio": {"bytes": None, "path": "a.wav", "sampling_rate": 16000}},
+}
+
+
+@pytest.mark.parametrize("beside", IMAGES.values(), ids=IMAGES)
+def test_images_beside_text_are_refused_with_the_name_of_the_column(tmp_path, verdict_on, beside):
+    path, text = tmp_path / "seen.parquet", {"question": "What is it?", "answer": "a cat", "caption": "image.png is a name"}
+    pq.write_table(pa.Table.from_pylist([text | beside]), path)
+    verdict = verdict_on({"train": [{"path": str(path)}]})
+    [(rule, value)] = verdict.quarantine.select("rule", "value").rows()
+    assert (rule, value) == ("media_beside_text", f"column {next(iter(beside))}")
+    # Where the text is complete without it, a name of the rule lets the rows pass, without the column.
+    passed = verdict_on({"train": [{"path": str(path)}]}, validation={"ignore_rules": ["media_beside_text"]})
+    assert json.loads(passed.accepted["extra"][0]) == {"caption": "image.png is a name"}
+
+
+def test_columns_that_only_speak_of_files_are_no_images(judged):
+    about = {"file": {"bytes": 1200, "path": "notes.txt"}, "image_count": "3", "photographer": "Ann", "name": "a.png"}
+    assert broken(judged({"question": "q", "answer": "1", **about})) == {}
+
+
+def test_a_column_of_a_template_may_be_empty_where_it_says_so(judged):
+    rows = [
+        {"a": "Look", "b": "here", "answer": "1"},
+        {"a": "See", "b": "", "answer": "2"},
+        {"a": "Go", "b": None, "answer": "3"},
+    ]
+    assert contents(judged(*rows, question="{a}\n{b?}")) == [[("user", text)] for text in ("Look\nhere", "See", "Go")]
+    assert broken(judged(*rows, question="{a}\n{b}")) == {3: "prompt_missing"}
+    assert contents(judged({"Why?": "sky", "answer": "1"}, question="{Why?}")) == [[("user", "sky")]]
 
 
 def test_columns_are_renamed_and_joined_by_a_template(write, verdict_on):

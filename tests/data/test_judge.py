@@ -71,6 +71,7 @@ PLANTED = [
     ({"content_empty"}, ask("\u0301\ufe0f\u00ad")),
     ({"answer_missing"}, ask("an answer of marks?", "\ufe0f\u0301 \u20dd")),
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
+    ({"media_beside_text"}, {**ask("What is on the picture?"), "image": "a.png"}),
     ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
 ]
 
@@ -232,3 +233,33 @@ def test_without_ground_truths_a_column_called_answer_stays_as_it_is(tmp_path, j
     verdict.split("train").write_parquet(tmp_path / "train.parquet")
     [read] = read_prompts(tmp_path / "train.parquet")
     assert (read.answer, read.given_answer) == (None, value)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(2, 0), (3, 1), (5, 2)])
+def test_few_rows_fill_both_splits_and_no_position_decides(write, verdict_on, count, seed):
+    rows = [{"question": f"What is {number} + {seed}?", "answer": str(number)} for number in range(count)]
+
+    def held_out(given):
+        verdict = verdict_on({"train": [{"path": write(*given)}], "eval_fraction": 0.01}, seed=seed)
+        assert verdict.split("train").height == count - 1
+        return verdict.split("eval")["prompt_id"].to_list()
+
+    [only] = held_out(rows)
+    assert held_out(rows[::-1]) == [only]
+    most = verdict_on({"train": [{"path": write(*rows)}], "eval_fraction": 0.99}, seed=seed)
+    assert most.split("train").height >= 1
+    assert most.split("eval").height >= 1
+    if count > 3:
+        asked = {"min_eval_rows": 3, "min_train_rows": 1}
+        wanted = verdict_on({"train": [{"path": write(*rows)}], "eval_fraction": 0.01}, seed=seed, validation=asked)
+        assert wanted.split("eval").height == 3
+        # The row that was held out alone is still held out among more.
+        assert only in wanted.split("eval")["prompt_id"].to_list()
+
+
+def test_one_row_is_in_one_split_and_copies_stay_together(judged):
+    row = {"question": "What is 1 + 1?", "answer": "2"}
+    assert judged(row).accepted.height == 1
+    both = judged(row, row, {"question": "What is 3 + 3?", "answer": "6"}, duplicates="keep")
+    assert both.accepted.group_by("prompt_id").agg(pl.col("split").n_unique())["split"].to_list() == [1, 1]
+    assert both.accepted.height == 3

@@ -1,6 +1,7 @@
 """From raw rows to prompt, normalised ground truth and prompt_id."""
 
 from hashlib import sha256
+from random import Random
 
 import polars as pl
 import pytest
@@ -8,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.data.normalise import check_patterns, normalise_column, prompt_id_column
+from grpo_tasks.data.sources import ROWS, load_sources
 from grpo_tasks.data.table import prompt_id
+from grpo_tasks.data.validation import Origin, validate_rows
 from schemas.config.data import DataConfig, DataSource
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.tables import MESSAGES
 
@@ -155,3 +159,56 @@ def test_system_prompt_is_added_to_every_chat_without_one(judged):
     ours = {"role": "system", "content": "ours"}
     asked = [{"role": "user", "content": content} for content in ("bare", "chat", "led")]
     assert verdict.accepted["prompt"].to_list() == [[ours, asked[0]], [ours, asked[1]], [own, asked[2]]]
+
+
+@pytest.mark.parametrize("dress", ["{}", "{} €", "€ {}", "{} %"])
+def test_decimal_commas_are_read_as_the_numbers_they_are(verdict_on, tmp_path, dress):
+    draw = Random(dress)
+    values = [draw.randrange(-(10 ** draw.randrange(3, 12)), 10**9) / 100 for _ in range(300)]
+    # Python's own format with the marks exchanged is how Germans write them.
+    written = [f"{value:,.2f}".translate(str.maketrans(",.", ".,")) for value in values]
+    path = tmp_path / "rows.csv"
+    lines = [f"Frage {n};{dress.format(text)}" for n, text in enumerate(written)]
+    path.write_text("\n".join(["question;answer", *lines]), encoding="utf-8")
+    verdict = verdict_on({"train": [{"path": str(path)}]})
+    found = [float(answer.removesuffix("%")) for answer in verdict.accepted.sort("line")["answer"]]
+    assert found == values
+    plain = "\n".join(["x", *(text.replace(".", "") for text in written)])
+    assert found == pl.read_csv(plain.encode(), separator=";", decimal_comma=True)["x"].to_list()
+    assert [one.used for one in verdict.commas] == [True]
+
+
+NUMBERS = {
+    "decimal points": (["1,234.5", "0.25", "7"], ["1234.5", "0.25", "7"]),
+    "thousands": (["1,500", "12", "2,000,000"], ["1500", "12", "2000000"]),
+    "thousands, once two numbers": (["1,500", "2,000", "2,5"], ["1500", "2000", "2,5"]),
+    "both marks": (["$1,250.00", "2,5"], ["1250", "2,5"]),
+    "lists of numbers": (["1,2", "3,4,5", "6, 7"], ["1,2", "3,4,5", "6, 7"]),
+    "commas and whole numbers": (["2,5", "12", "1.500"], ["2.5", "12", "1500"]),
+    "units": (["1,5 kg", "x = 3", "text, with 3,5"], ["1.5 kg", "x = 3", "text, with 3,5"]),
+    "several answers": ([["0,5", "1/2"], "0,75"], ["0.5", "0.75"]),
+    "inside a text": (["so #### 2,5", "so #### 1.000,5"], ["2.5", "1000.5"]),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), NUMBERS.values(), ids=NUMBERS)
+def test_commas_are_decimal_where_nothing_in_the_file_speaks_against_it(judged, given, expected):
+    rows = [{"question": f"q{n}", "answer": answer} for n, answer in enumerate(given)]
+    pattern = {"answer_pattern": "#### (.+)"} if "####" in given[0] else {}
+    assert judged(*rows, **pattern).accepted.sort("line")["answer"].to_list() == expected
+
+
+def test_the_number_format_can_be_set_and_what_was_found_is_said(write, judged, tmp_path):
+    rows = [{"question": f"q{n}", "answer": answer} for n, answer in enumerate(["1.500", "2,5", "12.25"])]
+    assert judged(*rows, number_format="comma").accepted.sort("line")["answer"].to_list()[:2] == ["1500", "2.5"]
+    assert judged(*rows[:2], number_format="point").accepted.sort("line")["answer"].to_list() == ["1.5", "2,5"]
+    config = RunConfig.model_validate(
+        {"data": {"train": [{"path": write(*rows[:2])}]}, "stages": [{"name": "s", "rewards": ["format"]}]}
+    )
+    said = []
+    origin = Origin("k", tmp_path, 0.0, load_sources(config.data, directory=tmp_path))
+    validate_rows(tmp_path / ROWS, config, origin, warn=said.append)
+    assert any(
+        "rows.jsonl: answers with a decimal comma (1, first '2,5') are read as numbers with a point" in one for one in said
+    )
+    assert "decimal comma" in (tmp_path / "report.md").read_text()

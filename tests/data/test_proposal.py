@@ -1,5 +1,6 @@
 """A config is proposed that the validation step accepts, and it can be loaded as it is written."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -8,7 +9,10 @@ from typer.testing import CliRunner
 
 from flows.cli.init import run_name
 from flows.cli.main import app
-from grpo_tasks.data.proposal import ColumnChoice, candidates, data_settings, find_equality, find_pattern
+from grpo_tasks.answers.ground_truths import find_pattern
+from grpo_tasks.data.columns import ColumnChoice, candidates, left_out
+from grpo_tasks.data.proposal import data_settings, find_equality, find_unit
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, load_data, make, train_stage
 from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.load import load_config
@@ -60,16 +64,222 @@ def here(tmp_path, monkeypatch):
         ({"question": lambda n: f"Why {n}?", "answer": None}, ColumnChoice("question", None, None)),
         (
             {"Body": lambda n: f"There are {n} cats.", "Question": lambda n: f"How many {n}?", "Answer": float},
-            ColumnChoice("Question", None, "Answer", "Body"),
+            ColumnChoice("Question", None, "Answer", ("Body",), "{Body}\n{Question}"),
         ),
         ({"art": lambda n: f"kurz {n}", "Satz": lambda n: f"Ein langer Satz mit {n}."}, ColumnChoice("Satz", None, None)),
-        ({"question": "always the same", "problem": lambda n: f"What is {n}?"}, ColumnChoice("problem", None, None)),
+        (
+            {"question": "Solve the problem.", "problem": lambda n: f"What is {n}?", "kind": "sums"},
+            ColumnChoice("problem", None, None, ("question",), "{question}\n{problem}"),
+        ),
         ({"a": lambda n: n, "b": True}, None),
     ],
 )
 def test_the_likeliest_reading_comes_first(columns, expected, tmp_path):
     found = candidates(write_rows(tmp_path / "rows.jsonl", **columns))
     assert next(iter(found), None) == expected
+
+
+def chat(*texts):
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
+
+
+SHAREGPT = [{"from": "human", "value": "How old is Bo?"}, {"from": "gpt", "value": "He is nine years old."}]
+WORDS = ["river", "stone", "lamp", "garden", "winter"]
+READINGS = {
+    "alpaca": (
+        {"instruction": "Add the numbers.", "input": lambda n: f"{n} and 5", "output": lambda n: n + 5},
+        ("{instruction}\n{input}", "output"),
+    ),
+    "alpaca, input in some rows": (
+        {
+            "instruction": lambda n: f"Sum up {n}.",
+            "input": lambda n: "a text" if n % 3 else "",
+            "output": lambda n: f"It is {n}.",
+        },
+        ("{instruction}\n{input?}", "output"),
+    ),
+    "alpaca, no input": ({"instruction": lambda n: f"Add {n}.", "input": "", "output": str}, ("instruction", "output")),
+    "pairs of replies": (
+        {"rejected": "No.", "chosen": lambda n: f"Yes, it is {n}.", "prompt": lambda n: f"Is it {n}?"},
+        ("prompt", None),
+    ),
+    "pairs of chats": ({"chosen": lambda n: chat(f"Is it {n}?", "Yes"), "rejected": chat("a", "b")}, ("chosen", None)),
+    "sharegpt": ({"id": lambda n: f"conv_{n}", "conversations": SHAREGPT}, ("conversations", None)),
+    "a chat of another name": ({"thread": lambda n: n, "dialogue": SHAREGPT, "lang": "en"}, ("dialogue", None)),
+    "fine-tuning data": ({"messages": lambda n: chat(f"What is {n}?", str(n)), "topic": "sums"}, ("messages", None)),
+    "a question beside its chat": (
+        {"messages": lambda n: chat(f"Find x for {n}.", "ok"), "problem": lambda n: f"Find x for {n}.", "answer": str},
+        ("problem", "answer"),
+    ),
+    "German": (
+        {"Frage": lambda n: f"Was kosten {n} Äpfel?", "Antwort": lambda n: f"{n},50 €", "Preis": lambda n: n},
+        ("Frage", "Antwort"),
+    ),
+    "Chinese, with the working": (
+        {
+            "题目": lambda n: f"小明有{n}个苹果，又买了2个，有多少个？",
+            "解析": lambda n: f"{n}+2={n + 2}",
+            "答案": lambda n: str(n + 2),
+        },
+        ("题目", "答案"),
+    ),
+    "a working between question and result": (
+        {
+            "Aufgabe": lambda n: f"Ein Buch kostet {n} €. Und zwei?",
+            "Weg": lambda n: f"zwei mal {n} ist {2 * n}",
+            "x": lambda n: 2 * n,
+        },
+        ("Aufgabe", "x"),
+    ),
+    "a worked solution and its result": (
+        {
+            "problem": lambda n: f"Solve x = {n}.",
+            "solution": lambda n: f"so \\boxed{{{n}}}",
+            "answer": str,
+            "uuid": "{:032x}".format,
+        },
+        ("problem", "answer"),
+    ),
+    "premise and hypothesis": (
+        {"premise": lambda n: f"The {n} men walk home.", "hypothesis": lambda n: f"{n} men sleep.", "label": "neutral"},
+        ("{premise}\n{hypothesis}", "label"),
+    ),
+    "several instructions": (
+        {
+            "definition": lambda n: f"Translate into {WORDS[n % 2]} please.",
+            "input": lambda n: f"w{n} is",
+            "targets": lambda n: [str(n)],
+        },
+        ("{definition}\n{input}", "targets"),
+    ),
+    "a shared passage": (
+        {"passage": lambda n: f"The tower of {WORDS[n // 15]} is high.", "query": lambda n: f"And part {n}?", "expected": str},
+        ("{passage}\n{query}", "expected"),
+    ),
+    "title and body": (
+        {
+            "title": lambda n: f"The odd engine of {n}",
+            "body": lambda n: f"I have {n} of them. What now?",
+            "score": lambda n: n % 7,
+        },
+        ("{title}\n{body}", None),
+    ),
+    "labels": ({"review": lambda n: f"I liked the {n} songs.", "mood": lambda n: "good" if n % 2 else "bad"}, ("review", "mood")),
+    "formulas": ({"lhs": lambda n: f"{n}+{3 * n}-2", "rhs": lambda n: 4 * n - 2}, ("lhs", "rhs")),
+    "options in columns": (
+        {
+            "stem": lambda n: f"What is above {n}?",
+            "A": lambda n: n,
+            "B": lambda n: n + 1,
+            "C": "none",
+            "key": lambda n: "AB"[n % 2],
+        },
+        ("{stem}\nA: {A}\nB: {B}\nC: {C}", "key"),
+    ),
+    "two sentences": (
+        {"sentence1": lambda n: f"The {n} men walk.", "sentence2": lambda n: f"Some {n} men go.", "value": lambda n: n / 7},
+        ("{sentence1}\n{sentence2}", "value"),
+    ),
+    "an answer of a model": (
+        {
+            "day": lambda n: f"2024-05-{n + 1:02d}",
+            "ask": lambda n: f"Square {n} now",
+            "model answer": str,
+            "correct": lambda n: n * n,
+        },
+        ("ask", "correct"),
+    ),
+    "no ground truth": (
+        {"post": lambda n: f"Explain why {n} works.", "upvotes": lambda n: n * 31 % 17, "author": lambda n: f"user{n}"},
+        ("post", None),
+    ),
+    "objects": (
+        {"prompt": lambda n: chat(f"Compute {n} * 7."), "reward_model": lambda n: {"ground_truth": str(n)}},
+        ("prompt", None),
+    ),
+    "one text": ({"text": lambda n: f"Tell a story about {WORDS[n % 5]} {n}"}, ("text", None)),
+    "true or false in parts": (
+        {"quiz": lambda n: f"Who of {n} lies?", "solution": [True, False], "solution_text": lambda n: f"{n} is a liar."},
+        ("quiz", "solution_text"),
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [30, 3])
+@pytest.mark.parametrize(("columns", "expected"), READINGS.values(), ids=READINGS)
+def test_columns_are_told_by_what_they_hold(columns, expected, count, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", **columns)[:count]
+    [first, *_] = candidates(rows)
+    assert (first.template or first.question or first.chat, first.answer) == expected
+    named = {first.question, first.chat, first.answer, *(name.rstrip("?") for name in first.context)}
+    assert named - {None} | {name for name, _ in left_out(first, rows, {})} == {*columns}
+    assert all(why for _, why in left_out(first, rows, {}))
+
+
+def test_a_ground_truth_that_is_named_is_never_joined_with_the_question(tmp_path):
+    rows = write_rows(
+        tmp_path / "rows.jsonl", body=lambda n: f"There are {n} cats here.", ask=lambda n: f"And {n}?", n=lambda n: n
+    )
+    [first, *_] = candidates(rows)
+    assert (first.template, first.answer) == ("{body}\n{ask}", "n")
+    [named, *_] = candidates(rows, question="ask", answer="body")
+    assert (named.template, named.answer) == (None, "body")
+    talk = write_rows(tmp_path / "talk.jsonl", messages=lambda n: chat(f"{n}?", "yes"))
+    assert [one.reply_is_truth for one in (*candidates(talk), *candidates(talk, answer=""))] == [True, False]
+
+
+def test_whole_conversations_as_text_are_no_question(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", chosen=lambda n: f"Human: {n}? Assistant: a", rejected="Human: a")
+    assert candidates(rows) == []
+    assert candidates(rows, question="chosen")[0].question == "chosen"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_the_number_of_rows_changes_no_column(here, count):
+    for draw in range(2):
+        rows = [{"prompt": f"What is {n * 7919 + draw}+4?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(count)]
+        (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        output = init("pairs.jsonl", "--yes", "--force")
+        config = load_config("pairs.yaml")
+        assert (config.data.question_column, config.data.answer_column) == ("prompt", None)
+        assert "left out: chosen (a preferred reply" in output
+        assert "left out: rejected (" in output
+        assert "chosen is left out" in (here / "pairs.yaml").read_text()
+
+
+def test_replies_of_a_chat_are_the_ground_truth_by_any_name(here):
+    write_rows(here / "talk.jsonl", dialogue=lambda n: chat(f"What is {n} + 1?", f"So #### {n + 1}"), prompt=lambda n: f"p{n}")
+    assert "chat dialogue; ground truth the last reply" in init("talk.jsonl", "--yes")
+    config = load_config("talk.yaml")
+    assert (config.data.rename, config.data.answer_pattern) == ({"dialogue": "messages"}, "#### (.+)")
+    report = load_data(config, here / "data")
+    assert (report.rows, report.quarantined) == (30, 0)
+    assert {row.answer for row in read_prompts(report.train)} <= {str(n + 1) for n in range(30)}
+
+
+def test_commas_units_packed_shards_and_splits_are_read_and_said(here):
+    parts = here / "parts"
+    parts.mkdir()
+    lines = "".join(f"Was wiegen {n} Sack?;{n},5 kg\n" for n in range(20))
+    for name in ("train-0", "train-1", "test-0"):
+        text = f"Frage;Antwort\n{lines.replace('Was', name)}"
+        (parts / f"{name}.csv.gz").write_bytes(gzip.compress(text.encode()))
+    output = init("parts", "--yes")
+    assert "60 rows; question Frage; ground truth Antwort" in output
+    assert "parts: answers with a decimal comma (60, first '0,5')" in output
+    config = load_config("parts.yaml")
+    assert [(source.path, source.split) for source in config.data.eval] == [("parts", "test")]
+    assert config.data.system_prompt.endswith("Write decimals with a point, as in 1.5.")
+    report = load_data(config, here / "data")
+    assert (report.train_rows, report.eval_rows, report.quarantined) == (40, 20, 0)
+    assert {row.answer for row in read_prompts(report.eval)} == {f"{n}.5" for n in range(20)}
+
+
+def test_rows_with_images_are_refused_by_the_name_of_the_column(here):
+    write_rows(here / "seen.jsonl", question=lambda n: f"What is on {n}?", answer=str, photo=lambda n: f"pictures/{n}.png")
+    output = init("seen.jsonl", "--yes", expect=1)
+    assert "column photo" in output
+    assert not (here / "seen.yaml").exists()
 
 
 def test_a_prompt_column_that_is_not_used_is_switched_off():
@@ -91,6 +301,23 @@ def test_a_prompt_column_that_is_not_used_is_switched_off():
 )
 def test_the_mark_of_a_final_answer_is_found(answers, pattern):
     found = find_pattern(answers)
+    assert (found and found[0]) == pattern
+
+
+@pytest.mark.parametrize(
+    ("answers", "pattern"),
+    [
+        (["5 kg", "1,5kg", "7"], r"^\s*(.*?)\s*(?:kg)?\s*$"),
+        (["EUR 12,50", "EUR 3"], r"^\s*(?:EUR)?\s*(.*?)\s*$"),
+        (["-7°C", "0 °C"], r"^\s*(.*?)\s*(?:°C)?\s*$"),
+        (["5 kg", "3 m"], None),
+        (["Hello 1", "Hello 2"], None),
+        (["5", "6"], None),
+        ([], None),
+    ],
+)
+def test_one_unit_of_all_answers_is_taken_off(answers, pattern):
+    found = find_unit(answers)
     assert (found and found[0]) == pattern
 
 

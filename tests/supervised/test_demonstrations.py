@@ -7,6 +7,9 @@ import pytest
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.demonstrations import REFUSED, encode_turns, read_demonstrations
+from grpo_tasks.lab.probes import own_golds
+from grpo_tasks.library import load_data
+from schemas.config.run import RunConfig
 from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from tests.grpo.conftest import journal
@@ -169,3 +172,30 @@ def test_a_template_that_writes_all_is_trained_to_each_end(tokenizer, template, 
         assert "".join(turn["content"].split()) + "<|im_end|>" in "".join(said.split())
     assert said.count("<|im_end|>") == 2
     assert "1 + 1" not in said
+
+
+SHAPES = {
+    "chats": lambda asked, reply: [asked, {"role": "assistant", "content": reply}],
+    "replies": lambda _, reply: [{"role": "assistant", "content": reply}],
+    "texts": lambda _, reply: reply,
+    "messages of ShareGPT": lambda _, reply: {"from": "gpt", "value": reply},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_preferred_replies_of_pairs_are_demonstrations_and_golds(tmp_path, tokenizer, shape):
+    lines = []
+    for number in range(20):
+        asked = {"role": "user", "content": f"What is {number} + 1?"}
+        pair = {"chosen": shape(asked, f"It is {number}."), "rejected": shape(asked, "No.")}
+        # Pairs of whole chats have their prompt inside.
+        own = {} if shape is SHAPES["chats"] else {"prompt": [asked]}
+        lines.append(json.dumps(own | pair))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    data = {"train": [{"path": str(tmp_path / "pairs.jsonl")}], "answer_column": None}
+    config = RunConfig.model_validate({"data": data, "stages": [{"name": "s", "rewards": ["format"]}]})
+    rows = read_prompts(load_data(config, tmp_path / "runs").train)
+    replies = [f"It is {row.messages[-1]['content'].split()[2]}." for row in rows]
+    found = read_demonstrations(rows, DemonstrationsConfig(column="chosen"), tokenizer, max_tokens=64)
+    assert [one.text for one in found.tokens] == replies
+    assert own_golds("chosen", rows, None) == replies
