@@ -43,9 +43,9 @@ def shown_progress(doing: str) -> Iterator[None]:
     thread = threading.Thread(target=show, name="progress", daemon=True)
     if in_terminal:
         # Whoever prints meanwhile prints above the line, also log handlers, which take the stream once.
-        sys.stderr = _Above(stderr, line)  # type: ignore[assignment]
+        sys.stderr = _Above(stderr, line)
         if stdout.isatty():
-            sys.stdout = _Above(stdout, line)  # type: ignore[assignment]
+            sys.stdout = _Above(stdout, line)
     thread.start()
     try:
         with listening(shown.hear):
