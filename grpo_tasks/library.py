@@ -16,13 +16,11 @@
     print(evaluate(config, merged.model, data, "work/evaluation").metrics["format_rate"])
     print(generate(config, merged.model, ["What is 15 + 27?"]))
 
-Within `with listening(show):` (grpo_tasks/kit/progress.py) each function tells `show` how far it is.
-
 Each function writes its files into the folder that it is given, and returns the result object of the pipeline's step
 (schemas/results/), which the next function takes. Training, merging and sampling run in a child process, so their memory is free
 afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
 
-`with listening(function)` of grpo_tasks/kit/progress.py calls a function with the progress of what the block does.
+Within `with listening(show):` of grpo_tasks/kit/progress.py each function tells `show` how far it is.
 
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
 
@@ -34,6 +32,7 @@ import ast
 import functools
 import inspect
 import linecache
+import logging
 import math
 import sys
 import textwrap
@@ -238,6 +237,8 @@ def completions_of(
     config: RunConfig, model: ModelRef, questions: Sequence[str], *, num_samples: int, temperature: float
 ) -> "list[list[Completion]]":
     """`generate` with whole completions: tokens and the turns of conversations."""
+    # On some CPUs bitsandbytes says when it is imported that it misses a package. Nothing here needs it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Imports torch, which the other functions leave to their child processes.
     from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
     from grpo_tasks.rollout.conversations import player

@@ -91,6 +91,8 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     hide_output()
+    # On some CPUs bitsandbytes says when it is imported that it misses a package. Nothing here needs it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # What follows from it is said by `check_database`, where it matters.
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     if (uri := os.environ.get("MLFLOW_TRACKING_URI")) and (reason := why_no_store(uri)):

@@ -60,7 +60,7 @@ def shown_progress(doing: str) -> Iterator[None]:
 
 
 class _Shown:
-    """The latest progress, and since when the work goes on."""
+    """The latest progress, and when its work began."""
 
     def __init__(self, doing: str) -> None:
         self._progress, self._began, self._heard = Progress(doing), time.monotonic(), time.monotonic()
