@@ -75,7 +75,7 @@ def test_a_measured_dry_run_times_each_step_and_shortens_long_ones(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_resumed_run_is_told_what_is_left():
+def test_a_resumed_run_counts_what_is_left():
     Path("small.yaml").write_text(json.dumps(SMALL))
     dry = ("run", "small.yaml", "--dry-run", "--measure")
     every = [name for name, _, _ in steps_in(grpo(*dry))]
