@@ -106,7 +106,7 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
 
 
 def cells(result: SweepResult, *, gap: str = " ") -> list[dict[str, str]]:
-    """The runs as texts by column: what differs, whether it is the best, what came out (interval behind `gap`), how it ended."""
+    """The runs as texts by column: what differs, whether it is the best, what came out (intervals behind `gap`), how it ended."""
     verdicts = result.verdicts()
     return [_cells(line, verdicts.get(line.number, ""), gap) for line in result.lines]
 
