@@ -212,8 +212,8 @@ def cause_of(error: BaseException) -> str:
     """What to change in a user's code, for errors whose text does not say it; empty for others."""
     name = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(name, str) and not Path(name).is_absolute():
-        beside = f"Path(__file__).parent / {name!r} starts at the module"
-        return f"a relative path starts where grpo was called, here at {Path.cwd()}: {beside}"
+        module = f"Path(__file__).parent / {name!r} starts at the module"
+        return f"a relative path starts where grpo was called, here at {Path.cwd()}: {module}"
     if any(words in str(error) for words in _NO_GPU):
         device = '"cuda" if torch.cuda.is_available() else "cpu"'
         return f"there is no GPU for this process: write .to({device}) instead of .cuda()"

@@ -209,7 +209,7 @@ def test_the_printed_function_scores_what_one_for_a_single_completion_does(
     assert outcome.scores == [1.0, 0.0]
 
 
-def test_a_function_of_a_library_is_called_from_a_module_of_ones_own(tmp_path, monkeypatch, worker_of_source, make_row):
+def test_a_library_function_is_called_from_a_module_of_ones_own(tmp_path, monkeypatch, worker_of_source, make_row):
     library = tmp_path / "site-packages"
     library.mkdir()
     (library / f"verl_{tmp_path.name}.py").write_text(textwrap.dedent(HEAD + SINGLE))
