@@ -127,14 +127,14 @@ def test_without_an_adapter_to_train_the_settings_contradict(adapter):
 
 
 @pytest.mark.parametrize("given", ["x" * 50_000, "small.yaml", "/", "/dev/zero"])
-def test_a_path_that_is_no_folder_of_an_adapter_gets_a_short_message(adapter, given):
+def test_a_path_without_an_adapter_gets_a_short_message(adapter, given):
     code, shown = dry_run("--set", f"start_from={given}")
     assert code == 1
     assert "no adapter there" in shown
     assert len(shown) < 6_000
 
 
-def test_a_dry_run_says_what_is_not_taken_and_which_base_it_had(adapter):
+def test_a_dry_run_says_what_is_left_out_and_its_base(adapter):
     code, shown = dry_run("--set", "model.path=you/yours")
     assert code == 0, shown
     assert "base: you/yours with the adapter checkpoint-7" in shown

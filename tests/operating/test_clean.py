@@ -127,7 +127,7 @@ def test_caches_go_and_runs_stay(runs, tmp_path):
     assert len(list((folder / "train_stage").iterdir())) == 3
 
 
-def test_what_a_run_or_a_process_uses_stays_even_if_it_is_named(runs, tmp_path):
+def test_what_a_run_or_process_uses_stays_even_if_named(runs, tmp_path):
     locked, named = runs("locked"), runs("named")
     (tmp_path / "runs" / "models").mkdir()
     process = subprocess.Popen([sys.executable, "-c", "input()", "runs/named/train_stage"], stdin=subprocess.PIPE, cwd=tmp_path)

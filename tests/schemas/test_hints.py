@@ -36,7 +36,7 @@ def test_every_field_of_trls_config_is_ours_or_has_a_hint():
 
 def test_every_hint_names_a_field_that_exists_and_no_name_has_two():
     assert OURS.keys() & NOTHING.keys() == set()
-    sections = ("name", "seed", "section ", *(f"{section}." for section in all_fields()), "stages[].")
+    sections = ("name", "seed", "start_from", "section ", *(f"{section}." for section in all_fields()), "stages[].")
     for name, ours in OURS.items():
         assert ours.startswith((*sections, "name of")), name
         place = ours.split(":")[0].split(" ")[0].rstrip(",")
