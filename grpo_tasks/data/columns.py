@@ -228,19 +228,19 @@ def _answer(question: Profile, columns: Sequence[Profile], rows: Rows) -> Profil
     fitting = [one for one in fitting if one not in options]
     # What is always the same, or called as such columns are, describes the rows.
     about = (*ABOUT, *WORKINGS, *REPLIES, *CONTEXTS)
-    told = [one for one in fitting if one is not question and not one.constant and not one.what and not one.named(about)]
+    others = [one for one in fitting if one is not question and not one.constant and not one.what and not one.named(about)]
 
     def likely(column: Profile) -> float:
         named = 0.0 if column.name == PREFERRED else column.named(ANSWERS)
         short = column.words <= _LONG_WORDS or column.marked > 0
         after = column.position > question.position
-        score = 4 * named + short + column.number / 2 + 1.5 * (short and after and told == [column])
+        score = 4 * named + short + column.number / 2 + 1.5 * (short and after and others == [column])
         score += 0.75 * (column.position == question.position + 1) + 0.5 * after
         # A solution is the ground truth only where no column has its result alone.
         working = column.named(WORKINGS) > 0 or column.marked > 0.5 or (column.kind == "text" and column.words > _LONG_WORDS)
         # `answer_type` and `model_answer` are no answers.
-        beside = column.named(about) > 0 if not named else named < FILLED and column.named((*ABOUT, *REPLIES)) > 0
-        score -= 3 * bool(column.what) + working + 3 * beside
+        describes = column.named(about) > 0 if not named else named < FILLED and column.named((*ABOUT, *REPLIES)) > 0
+        score -= 3 * bool(column.what) + working + 3 * describes
         few = column.constant or (column.kind == "text" and column.distinct <= 0.2)
         return score - 1.5 * (few and not named)
 
@@ -313,8 +313,8 @@ def _tells(column: Profile, answer: Profile | None, rows: Rows) -> bool:
     names = (answer.name, column.name)
     given = [[str(row[name]) for name in names] for row in rows if all(row.get(name) is not None for name in names)]
     pairs = [(re.sub(r"^\W+|\W+$", "", truth), text) for truth, text in given]
-    told = sum(bool(truth) and re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", text) is not None for truth, text in pairs)
-    return told >= FILLED * max(len(pairs), 1)
+    shown = sum(bool(truth) and re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", text) is not None for truth, text in pairs)
+    return shown >= FILLED * max(len(pairs), 1)
 
 
 def left_out(choice: ColumnChoice, rows: Rows, refused: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -342,5 +342,5 @@ def _why(column: Profile, choice: ColumnChoice) -> str:
     }
     join = f"data.question: '{{{column.name}}} {{{choice.question}}}'"
     return next(
-        (reason for reason, holds in reasons.items() if holds), f"text beside the question; where it needs it, set {join}"
+        (reason for reason, holds in reasons.items() if holds), f"text next to the question; where it needs it, set {join}"
     )

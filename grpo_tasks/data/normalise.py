@@ -107,7 +107,7 @@ class DecimalCommas:
                 "leaves them as they are"
             )
         return (
-            f"{found} stand beside others with a decimal point or a comma between thousands ({self.points:,}) and stay as they "
+            f"{found} stand next to others with a decimal point or a comma between thousands ({self.points:,}) and stay as they "
             "are; data.number_format: comma reads 1.234,5 as 1234.5"
         )
 

@@ -189,13 +189,13 @@ def _tried(
     counter = load_counter(config.model)
     verdict = judge(pl.read_parquet(folder / ROWS), config=config, counter=counter, markers=counter.special_tokens)
     broken = [rule for rule in verdict.rules if rule.rows]
-    if any(rule.rule == "media_beside_text" for rule in broken):
-        # Another column is no way out: the text beside an image is not the whole question.
-        first = verdict.quarantine.filter(rule="media_beside_text").row(0, named=True)
+    if any(rule.rule == "media_with_text" for rule in broken):
+        # Another column is no way out: the text next to an image is not the whole question.
+        first = verdict.quarantine.filter(rule="media_with_text").row(0, named=True)
         raise DataError(
-            f"rows have an image, a sound or a video beside their text ({first['value']}); only text is trained on",
+            f"rows have an image, a sound or a video next to their text ({first['value']}); only text is trained on",
             place=row_place(first["source"], first["line"]),
-            fix=BY_NAME["media_beside_text"].fix,
+            fix=BY_NAME["media_with_text"].fix,
         )
     if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
         worst = max(broken, key=lambda rule: rule.rows)

@@ -295,7 +295,7 @@ def _extra(fields: Fields, used: set[str | None], faults: list[Fault]) -> str:
         return "{}"
     others = {key: value for key, value in fields.items() if key not in used}
     for name in [name for name, value in others.items() if _is_media(str(name), value)]:
-        faults.append(Fault("media_beside_text", f"column {name}"))
+        faults.append(Fault("media_with_text", f"column {name}"))
         del others[name]
     try:
         return orjson.dumps(others, default=str, option=orjson.OPT_NON_STR_KEYS).decode()

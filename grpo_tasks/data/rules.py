@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         'write {"role": "user", "content": "..."}'),
     _required("message_not_text", "prompt", "a message has a part that is not text, such as an image",
         "remove the part; only text is trained on"),
-    Rule("media_beside_text", "prompt", "the row has an image, a sound or a video beside its text; only text is trained on",
+    Rule("media_with_text", "prompt", "the row has an image, a sound or a video next to its text; only text is trained on",
         "remove the column; where the text is complete without it, name this rule in validation.ignore_rules"),
     _required("mixed_forms", "prompt",
         "the prompt has another form than most of the data: a string among chats, or a chat among strings",

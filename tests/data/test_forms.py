@@ -183,15 +183,15 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("beside", IMAGES.values(), ids=IMAGES)
-def test_images_beside_text_are_refused_with_the_name_of_the_column(tmp_path, verdict_on, beside):
+@pytest.mark.parametrize("media", IMAGES.values(), ids=IMAGES)
+def test_images_next_to_text_are_refused_with_the_name_of_the_column(tmp_path, verdict_on, media):
     path, text = tmp_path / "seen.parquet", {"question": "What is it?", "answer": "a cat", "caption": "image.png is a name"}
-    pq.write_table(pa.Table.from_pylist([text | beside]), path)
+    pq.write_table(pa.Table.from_pylist([text | media]), path)
     verdict = verdict_on({"train": [{"path": str(path)}]})
     [(rule, value)] = verdict.quarantine.select("rule", "value").rows()
-    assert (rule, value) == ("media_beside_text", f"column {next(iter(beside))}")
+    assert (rule, value) == ("media_with_text", f"column {next(iter(media))}")
     # Where the text is complete without it, a name of the rule lets the rows pass, without the column.
-    passed = verdict_on({"train": [{"path": str(path)}]}, validation={"ignore_rules": ["media_beside_text"]})
+    passed = verdict_on({"train": [{"path": str(path)}]}, validation={"ignore_rules": ["media_with_text"]})
     assert json.loads(passed.accepted["extra"][0]) == {"caption": "image.png is a name"}
 
 

@@ -71,7 +71,7 @@ PLANTED = [
     ({"content_empty"}, ask("\u0301\ufe0f\u00ad")),
     ({"answer_missing"}, ask("an answer of marks?", "\ufe0f\u0301 \u20dd")),
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
-    ({"media_beside_text"}, {**ask("What is on the picture?"), "image": "a.png"}),
+    ({"media_with_text"}, {**ask("What is on the picture?"), "image": "a.png"}),
     ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
 ]
 

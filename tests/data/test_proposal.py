@@ -107,7 +107,7 @@ READINGS = {
     "sharegpt": ({"id": lambda n: f"conv_{n}", "conversations": SHAREGPT}, ("conversations", None)),
     "a chat of another name": ({"thread": lambda n: n, "dialogue": SHAREGPT, "lang": "en"}, ("dialogue", None)),
     "fine-tuning data": ({"messages": lambda n: chat(f"What is {n}?", str(n)), "topic": "sums"}, ("messages", None)),
-    "a question beside its chat": (
+    "a question next to its chat": (
         {"messages": lambda n: chat(f"Find x for {n}.", "ok"), "problem": lambda n: f"Find x for {n}.", "answer": str},
         ("problem", "answer"),
     ),
