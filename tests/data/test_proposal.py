@@ -207,7 +207,7 @@ READINGS = {
 
 @pytest.mark.parametrize("count", [30, 3])
 @pytest.mark.parametrize(("columns", "expected"), READINGS.values(), ids=READINGS)
-def test_columns_are_told_by_what_they_hold(columns, expected, count, tmp_path):
+def test_columns_are_recognised_by_what_they_hold(columns, expected, count, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", **columns)[:count]
     [first, *_] = candidates(rows)
     assert (first.template or first.question or first.chat, first.answer) == expected
