@@ -65,10 +65,10 @@ def test_doctor_asks_each_part_of_the_stack(operated):
     """In the folder of the stack, whose addresses no variable names."""
     report = operated.grpo("doctor")
     assert f"{operated.prefect}/api answers; its database has" in report
-    assert re.search(r"deployments +1[0-9]", report)
-    assert re.search(r"workers +online: \S+-[12], \S+-[12]", report)
+    assert re.search(r"deployments\tok\t1[0-9]", report)
+    assert re.search(r"workers\tok\tonline: \S+-[12], \S+-[12]", report)
     assert f"{operated.mlflow} answers; its database has" in report
-    assert re.search(r"MLflow artifacts +the store takes, returns and deletes a file", report)
+    assert re.search(r"MLflow artifacts\tok\tthe store takes, returns and deletes a file", report)
     assert not list(operated.root.rglob("grpo-doctor-*")), "it leaves nothing behind"
 
 
