@@ -20,7 +20,7 @@ Each function writes its files into the folder that it is given, and returns the
 (schemas/results/), which the next function takes. Training, merging and sampling run in a child process, so their memory is free
 afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
 
-`with listening(function)` of grpo_tasks/kit/progress.py calls a function with the progress of what the block does.
+Within `with listening(show):` of grpo_tasks/kit/progress.py each function tells `show` how far it is.
 
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
 
@@ -32,6 +32,7 @@ import ast
 import functools
 import inspect
 import linecache
+import logging
 import math
 import sys
 import textwrap
@@ -43,7 +44,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import TYPE_CHECKING, Any
 
 from grpo_tasks.data.table import prompt_id, read_table
-from grpo_tasks.running.progress import StageProgress
+from grpo_tasks.running.progress import StageProgress, StepProgress
 from grpo_tasks.running.step import Inputs, Made, Step
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
@@ -149,7 +150,10 @@ def train_stage(
         require_prompts(choice.counts, settings, config.difficulty.min_prompts)
         train = choice.write(StageDir(folder))
     spec = StageSpec.of(config, settings, start, data, key=key, train=train, resources=config.resources)
-    with StageProgress(settings, StageDir(folder), ship=lambda: None) as progress:
+    with (
+        StepProgress(f"train_stage-{settings.name}", folder),
+        StageProgress(settings, StageDir(folder), ship=lambda: None) as progress,
+    ):
         return run_stage(spec, folder, in_process=in_process, tick=progress.tick)
 
 
@@ -233,6 +237,8 @@ def completions_of(
     config: RunConfig, model: ModelRef, questions: Sequence[str], *, num_samples: int, temperature: float
 ) -> "list[list[Completion]]":
     """`generate` with whole completions: tokens and the turns of conversations."""
+    # On some CPUs bitsandbytes says when it is imported that it misses a package. Nothing here needs it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Imports torch, which the other functions leave to their child processes.
     from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
     from grpo_tasks.rollout.conversations import player

@@ -91,6 +91,8 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     hide_output()
+    # On some CPUs bitsandbytes says when it is imported that it misses a package. Nothing here needs it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # What follows from it is said by `check_database`, where it matters.
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     if (uri := os.environ.get("MLFLOW_TRACKING_URI")) and (reason := why_no_store(uri)):
@@ -107,6 +109,8 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
+    for name in ("prefect", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(_drop_notices)
 
 
 def prepare_step(config: "RunConfig", *, device: bool) -> bool:
@@ -200,6 +204,12 @@ def _point_to_the_end(record: logging.LogRecord) -> bool:
     elif record.getMessage().startswith("Finished in state Failed("):
         record.msg, record.args = "Finished in state Failed", None
     return True
+
+
+def _drop_notices(record: logging.LogRecord) -> bool:
+    # What the command itself says, or nobody asked for: the lines of the run and of its server in the background.
+    notices = ("Starting temporary server", "Stopping temporary server", "Beginning flow run", "Finished in state Completed(")
+    return not record.getMessage().startswith(notices)
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:

@@ -4,6 +4,7 @@ A command loads a config and calls a flow; it computes nothing itself. Help, a d
 each command imports what is heavy inside its function.
 """
 
+import atexit
 import gc
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ def _collect_less_garbage() -> None:
     # The libraries make millions of objects that stay. Looking through them again and again, as Python does by default, took a
     # fifth of the computing time of a short command. Cycles are still collected, only later.
     gc.set_threshold(200_000, 50, 1_000)
+    # At the end Python would look through all of them once more, after the result has been printed.
+    atexit.register(gc.freeze)
 
 
 app = typer.Typer(

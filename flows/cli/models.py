@@ -16,6 +16,7 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
+from flows.cli.progress import shown_progress
 from flows.cli.show import out, say, show_sections, table_of
 from schemas.config.load import tracking_at
 from schemas.errors import UserError
@@ -81,10 +82,12 @@ def download(
 ) -> None:
     """Download a model. Every file of a registered one is verified, and an interrupted download is resumed."""
     with report_errors(reads=True):
-        prepare_environment()
-        from flows.model_names import fetch_model
+        with shown_progress("downloading the model"):
+            prepare_environment()
+            from flows.model_names import fetch_model
 
-        say(fetch_model(model, into, tracking_at(tracking_uri)))
+            said = fetch_model(model, into, tracking_at(tracking_uri))
+        say(said)
 
 
 def export(
@@ -94,10 +97,12 @@ def export(
 ) -> None:
     """Write a registered model as one LoRA adapter of its original base, for vLLM and peft, after comparing the two."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.operating.export import export_adapter
+        with shown_progress("exporting the model"):
+            prepare_environment()
+            from grpo_tasks.operating.export import export_adapter
 
-        say(export_adapter(model, into, tracking_at(tracking_uri)))
+            said = export_adapter(model, into, tracking_at(tracking_uri))
+        say(said)
 
 
 def chat(
@@ -226,12 +231,13 @@ def reproduce(
 ) -> None:
     """Train a registered model again from its record. Exit code 1 if the new adapter differs."""
     with report_errors():
-        prepare_flow()
-        from flows.retrain import reproduce_flow
-        from grpo_tasks.tracking.store import check_store
+        with shown_progress("starting Prefect and MLflow"):
+            prepare_flow()
+            from flows.retrain import reproduce_flow
+            from grpo_tasks.tracking.store import check_store
 
-        check_store(tracking_at(tracking_uri))
-        made = reproduce_flow(model, output_dir, tracking_uri)
+            check_store(tracking_at(tracking_uri))
+            made = reproduce_flow(model, output_dir, tracking_uri)
         verdict = "is identical" if made.same else "DIFFERS"
         say(
             *(f"this has changed since then: {difference}" for difference in made.differences),

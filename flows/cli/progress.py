@@ -5,15 +5,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TextIO
 
 from grpo_tasks.kit.progress import Progress, duration, listening
+from schemas.secret import hide_output
 
 PAINT_S = 0.5
 LINE_S = 25.0
 """Seconds between two lines in a pipe."""
+HALF_LINE_S = 3.0
+"""Seconds after which a line that somebody has left without an end gets one."""
 SPINNER = "|/-\\"
 _ERASE = "\r\x1b[2K"
 
@@ -21,21 +24,28 @@ _ERASE = "\r\x1b[2K"
 @contextmanager
 def shown_progress(doing: str) -> Iterator[None]:
     """Show on stderr how far the work of the block has come. A thread does it, so also while nothing is reported."""
+    # Of the streams themselves: those that take their place are gone afterwards.
+    hide_output()
     shown, ended = _Shown(doing), threading.Event()
     stderr, stdout = sys.stderr, sys.stdout
     in_terminal = stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show() -> None:
         while not ended.wait(PAINT_S if in_terminal else LINE_S):
-            line.paint(shown.line(line.width)) if in_terminal else print(shown.line(), file=stderr, flush=True)
+            # The terminal may be gone, or nobody reads the pipe any more: that is no fault of the work.
+            with suppress(OSError):
+                if in_terminal:
+                    line.paint(shown.line(line.width))
+                else:
+                    print(shown.line(), file=stderr, flush=True)
 
     line = _BottomLine(stderr)
     thread = threading.Thread(target=show, name="progress", daemon=True)
     if in_terminal:
         # Whoever prints meanwhile prints above the line, also log handlers, which take the stream once.
-        sys.stderr = _Above(stderr, line)  # type: ignore[assignment]
+        sys.stderr = _Above(stderr, line)
         if stdout.isatty():
-            sys.stdout = _Above(stdout, line)  # type: ignore[assignment]
+            sys.stdout = _Above(stdout, line)
     thread.start()
     try:
         with listening(shown.hear):
@@ -43,12 +53,13 @@ def shown_progress(doing: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        line.erase()
+        with suppress(OSError):
+            line.erase()
         sys.stderr, sys.stdout = stderr, stdout
 
 
 class _Shown:
-    """The latest progress, and since when the work goes on."""
+    """The latest progress, and when its work began."""
 
     def __init__(self, doing: str) -> None:
         self._progress, self._began, self._heard = Progress(doing), time.monotonic(), time.monotonic()
@@ -71,7 +82,8 @@ class _BottomLine:
     """The last line of the terminal, below everything that is printed."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._lock, self._painted, self._free, self._turn = stream, threading.RLock(), False, True, 0
+        self._stream, self._lock, self._painted, self._turn = stream, threading.RLock(), False, 0
+        self._free, self._written = True, 0.0
 
     @property
     def width(self) -> int:
@@ -84,6 +96,8 @@ class _BottomLine:
     def paint(self, text: str) -> None:
         """Show the line, unless somebody is in the middle of one."""
         with self._lock:
+            if not self._free and time.monotonic() - self._written >= HALF_LINE_S:
+                self.print(self._stream, "\n")
             if self._free:
                 self._turn += 1
                 self._stream.write(f"{_ERASE}{SPINNER[self._turn % len(SPINNER)]} {text}")
@@ -100,7 +114,7 @@ class _BottomLine:
     def print(self, stream: TextIO, text: str) -> int:
         with self._lock:
             self.erase()
-            self._free = text.endswith("\n") if text else self._free
+            self._free, self._written = text.endswith("\n") if text else self._free, time.monotonic()
             return stream.write(text)
 
 

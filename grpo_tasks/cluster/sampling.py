@@ -22,6 +22,7 @@ from grpo_tasks.cluster.mirror import Inbox, Mirrored, Refused
 from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, interaction_at, model_at, model_files, module_files
 from grpo_tasks.cluster.placement import Demand, Reservation
 from grpo_tasks.content.modules import own_sources
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, chosen_rows
 from schemas.config.operations import ClusterConfig
@@ -94,6 +95,7 @@ class SamplingSupervisor:
         self.shards = shards(spec, self.processes)
         self.waiting = deque(range(len(self.shards)))
         self.tables: dict[int, pl.DataFrame] = {}
+        self.count = Count("sampling", len(self.shards), "shards")
         self.deaths = 0
 
     def sample(self) -> pl.DataFrame:
@@ -141,6 +143,7 @@ class SamplingSupervisor:
 
     def _take(self, shard: int, _: str, path: Path) -> None:
         self.tables[shard] = pl.read_parquet(path)
+        self.count.add()
         # Only the log of a worker goes into the folder of the step.
         raise Refused
 

@@ -17,6 +17,7 @@ from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.logprobs import TokenScores
 from grpo_tasks.policy.sharded import gather_shards
@@ -71,8 +72,10 @@ class Learner:
         # None instead of zeros: the first backward pass then writes the gradient instead of adding to it.
         self.optimizer.zero_grad(set_to_none=True)
         threshold = self._entropy_threshold(microbatches) if self.stage.top_entropy_quantile < 1 else None
+        count = Count("computing the gradient", len(microbatches), "microbatches")
         for index, microbatch in enumerate(microbatches):
             self._accumulate(microbatch, old_logps[index] if old_logps is not None else None, threshold, figures)
+            count.add()
         # Before the step: every rank has to decide by the same figures whether to make it.
         figures = figures.over(self.ranks)
         try:

@@ -25,6 +25,7 @@ from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, charge_faults, total_scores
 from grpo_tasks.rollout.conversations import Player, Start
@@ -369,6 +370,7 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
             if one is not None
         ],
     )
+    report(Progress("scoring", total=len(batch), unit="completions"))
     return ScoredRollout(rollout, suite.score(batch), time.perf_counter() - began)
 
 

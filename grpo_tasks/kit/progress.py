@@ -29,7 +29,7 @@ class Progress:
     share: float | None = None
     """How much is done, from 0 to 1; None: as `done` of `total` say."""
     figures: str = ""
-    """For example `340 tokens/s`."""
+    """For example `340 tokens/s`; several are separated by commas, the most important one first."""
     left_s: float | None = None
     step: str = ""
     """Label of the step; empty outside of one."""
@@ -50,9 +50,10 @@ class Progress:
         head = " ".join(filter(None, [number, self.step]))
         count = f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}" if self.done else ""
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
-        for unit, figures in ((self.unit, self.figures), ("", self.figures), ("", "")):
+        figures = self.figures.split(", ") if self.figures else []
+        for unit, kept in ((self.unit, len(figures)), *(("", kept) for kept in range(len(figures), -1, -1))):
             work = " ".join(filter(None, [self.doing, count, unit if count else ""]))
-            text = ": ".join(filter(None, [head, ", ".join(filter(None, [work, figures, left]))]))
+            text = ": ".join(filter(None, [head, ", ".join(filter(None, [work, *figures[:kept], left]))]))
             if len(text) <= width:
                 return text
         return f"{text[: width - 3]}..."

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from grpo_tasks.environments.calls import ReadFormat, call_format_of, write_call
 from grpo_tasks.environments.contract import Environments, Message, Observation, Opening, row_columns, too_long
 from grpo_tasks.environments.pool import EnvironmentPool
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.lab.probes import choose_rows
 from schemas.config.completion import CompletionConfig
 from schemas.config.rollout import InteractionConfig
@@ -43,6 +44,7 @@ def check_interaction(
     if not config.active:
         return []
     name = config.environment or "tools"
+    report(Progress(f"trying {name}"))
     with EnvironmentPool(config, chat_template=chat_template, reasoning=completion.reasoning_tags, log=log) as pool:
         schemas = pool.schemas()
         columns = [row_columns(row) for row in choose_rows(rows, TRIED_ROWS)]

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.lab.probes import passed
 from schemas.config.rewards import JudgeConfig, RewardsConfig
 from schemas.errors import ConfigError
@@ -70,6 +71,7 @@ def check_judges(names: list[str], rewards: RewardsConfig) -> tuple[list[LabChec
         if len(pairs) > MAX_PAIRS:
             more = f"{len(pairs) - MAX_PAIRS:,} more gold pairs of {name}"
             left_out.append(f"{more}: the judge is asked about the first {MAX_PAIRS:,}")
+        report(Progress(f"asking the judge of {name}"))
         checks += _checks(name, judge, try_judge(judge, pairs[:MAX_PAIRS]))
     return checks, left_out
 

@@ -28,6 +28,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import published_class
 from grpo_tasks.policy.sharded import shard_like
@@ -147,6 +148,7 @@ def _tolerance(dtype: str) -> float:
 @torch.no_grad()
 def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> ForwardScores:
     """What transformers' own forward pass says, with the active adapter; ModelError where it fails."""
+    report(Progress("comparing with the forward pass of transformers"))
     # The layers that transformers and peft built, in eval mode, with eager attention where the model has some.
     causal, was_training = causal_model(model), model.training
     changed = [(module, module.__class__) for module in model.modules() if published_class(module) is not module.__class__]

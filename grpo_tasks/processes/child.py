@@ -51,6 +51,7 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
     notices, shown, heard = directory / NOTICES, set[str](), ""
     notices.unlink(missing_ok=True)  # of an earlier run of the step
     (directory / PROGRESS).unlink(missing_ok=True)
+    report(Progress("starting its process"))
     child = Child(module, directory)
     try:
         running = True

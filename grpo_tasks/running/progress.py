@@ -67,8 +67,6 @@ class StepProgress:
         self._thread.join()
         if self._artifacts and error is None:
             self._show("done", 100.0)
-        if error is None:
-            self._hear(Progress("recording the results"))
 
     def _hear(self, progress: Progress) -> None:
         step = self._step

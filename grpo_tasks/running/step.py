@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.hashes import find_changes, take_manifest
+from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import artifact_key, in_flow, locked, run_logger, show_artifact, slots_of
@@ -154,6 +155,7 @@ class Step(Generic[Inputs, Made]):
             run.record_failure(label, work.directory, error)
             raise
         run_logger().info("%s%s", f"{run.begun}/{run.steps} " if run.steps else "", outcome.message(label))
+        report(Progress("recording the results", step=label, number=run.begun, steps=run.steps))
         run.record(outcome.result)
         return outcome.result
 
@@ -166,7 +168,8 @@ class Step(Generic[Inputs, Made]):
     def made_in(self, directory: Path, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
         """What the body makes in this folder, which may hold other files: no run, no lock, no skipping, no record."""
         work = Work(self.key(resources, *args, **kwargs), directory, SimpleNamespace(resources=resources))
-        result = self.body(work, *args, **kwargs)
+        with StepProgress(self.body.__name__, directory):
+            result = self.body(work, *args, **kwargs)
         return result.sealed(take_manifest(work.directory, result.OUTPUTS) if result.OUTPUTS else ())
 
     def _inputs(self, *args: Inputs.args, **kwargs: Inputs.kwargs) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.tracking.registry import ADAPTER_HASH, CHAMPION, SHA_TAG, find_version, hash_of, run_of, version_or_none
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
@@ -136,11 +137,14 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
     incomplete = target.with_name(target.name + ".part")
     incomplete.mkdir(parents=True, exist_ok=True)
     # What an interrupted download left: complete files stay, incomplete and unknown ones are fetched again or removed.
-    for name in _faults(incomplete, manifest):
+    missing = _faults(incomplete, manifest)
+    count = Count(f"downloading {version.name} version {version.version}", len(missing), "files")
+    for name in missing:
         if name in manifest:
             _fetch(store, version, name, incomplete)
         else:
             (incomplete / name).unlink()
+        count.add()
     if wrong := _faults(incomplete, manifest):
         raise ModelError(
             f"{wrong[0]} differs from what was published (other SHA-256)",

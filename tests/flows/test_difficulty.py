@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(self, output):
         self.output, self.fresh, self.resources = output, False, ResourcesConfig(device="cpu", num_threads=1)
-        self.recorded, self.failed = [], []
+        self.recorded, self.failed, self.steps, self.begun = [], [], 0, 0
 
     def record(self, result):
         self.recorded.append(result)

@@ -44,6 +44,13 @@ def test_a_line_that_is_too_long_keeps_the_time_left_longest(label):
     assert dropped == sorted(dropped)
 
 
+def test_of_several_figures_the_first_ones_stay():
+    updates = Progress("update", 1, 100, figures="reward 0.562, std 0.993, kl 0.000, length 26.156", left_s=30.0)
+    assert replace(updates, step="train_stage-format", number=5, steps=12).line() == (
+        "5/12 train_stage-format: update 1/100, reward 0.562, std 0.993, 30 s left"
+    )
+
+
 def test_rate_and_time_left_follow_what_was_counted(clock):
     heard = []
     with listening(heard.append):

@@ -129,7 +129,7 @@ def test_an_unanswered_question_is_asked_again_without_training(operated):
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
     assert operated.aliases("late") == {"champion": "1"}
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert {"progress-format", "validation-rows", "evaluation-merged-figures"} <= {each["key"] for each in artifacts}
+    assert {"progress-train-stage-format", "validation-rows", "evaluation-merged-figures"} <= {each["key"] for each in artifacts}
     assert operated.versions("late") == 1
     assert operated.tasks_of(run, step="train_stage") == ["Completed"]
 

@@ -85,7 +85,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     picture(page, "journey-started")
     first = start(page, operated)
 
-    artifact(page, operated, first, "progress-format")
+    artifact(page, operated, first, "progress-train-stage-format")
     page.get_by_text(re.compile(r"format: update \d+/20, reward")).first.wait_for(timeout=RUN_LIMIT_MS)
     picture(page, "journey-progress")
 

@@ -41,9 +41,15 @@ def test_the_progress_of_a_child_is_heard_here(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     heard = []
-    with listening(lambda progress: (heard.append(progress), (tmp_path / "heard").touch())):
+
+    def hear(progress):
+        heard.append(progress.line())
+        if progress.done:
+            (tmp_path / "heard").touch()
+
+    with listening(hear):
         run_module("counts", tmp_path)
-    assert heard[-1].line() == "sampling 1/2 completions"
+    assert heard == ["starting its process", "sampling 1/2 completions"]
     assert not (tmp_path / "progress.json").exists(), "it is no output of the step"
 
 

@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
-from prefect import flow
+from prefect import flow, task
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.flow_run import FlowRun, mlflow_pages
+from grpo_tasks.kit.progress import Count
 from grpo_tasks.running import orchestrator
+from grpo_tasks.running.progress import StepProgress
 from tests.flows.place import ask
+from tests.processes.waiting import until
 
 pytestmark = pytest.mark.xdist_group("running")
 UI = "http://127.0.0.1:5000"
@@ -68,6 +71,32 @@ def test_a_stages_progress_is_one_artifact_updated_in_place(server):
     assert found["links-s"]["data"] == "at 20"
     assert found["figures"]["type"] == "table"
     assert len(ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["progress"]}}})) == 3
+
+
+@pytest.mark.long
+def test_a_step_that_takes_long_shows_what_it_does_in_prefect(server, tmp_path, no_run_log):
+    def working():
+        [found] = ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["working"]}}}) or [None]
+        return found
+
+    @task
+    def samples():
+        # The artifact belongs to the task, though a thread makes it.
+        with StepProgress("evaluate_model-base", tmp_path, number=4, steps=12):
+            count = Count("sampling", 8, "completions")
+            count.add(2)
+            until(working)
+            return working()
+
+    @flow(flow_run_name="working", persist_result=False)
+    def evaluates():
+        return samples()
+
+    first = evaluates()
+    assert (first["key"], first["data"]) == ("progress-evaluate-model-base", 25.0)
+    assert first["description"].startswith("4/12 evaluate_model-base: sampling 2/8 completions")
+    assert first["task_run_id"]
+    assert (working()["data"], working()["id"]) == (100.0, first["id"])
 
 
 @pytest.mark.long
