@@ -329,6 +329,8 @@ def _why(column: Profile, choice: ColumnChoice) -> str:
         "always empty": column.kind == "empty",
         f"a list, such as {column.example}; a question that needs it, as for its options, has to contain it": column.kind
         == "list",
+        f"objects, such as {column.example}; as ground truths: data.answer_column: {column.name} and completion: {{format: json, "
+        "equality: json}": column.kind == "object" and column.named(ANSWERS) > 0,
         f"no text or number, but {column.example}": column.kind == "object",
         "a preferred reply, no ground truth: for `demonstrations: {column: chosen}` or `lab: {gold: chosen}`": column.name
         == PREFERRED,

@@ -15,7 +15,7 @@ from grpo_tasks.data.proposal import data_settings, find_equality, find_unit
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, load_data, make, train_stage
 from grpo_tasks.steps.probe_rewards import probe_rewards
-from schemas.config.load import load_config
+from schemas.config.load import load_config, parse_yaml
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 FILES = [
@@ -214,6 +214,16 @@ def test_columns_are_recognised_by_what_they_hold(columns, expected, count, tmp_
     named = {first.question, first.chat, first.answer, *(name.rstrip("?") for name in first.context)}
     assert named - {None} | {name for name, _ in left_out(first, rows, {})} == {*columns}
     assert all(why for _, why in left_out(first, rows, {}))
+
+
+def test_objects_as_answers_are_left_out_with_the_settings_that_take_them(tmp_path):
+    rows = [{"question": f"Invoice {number}?", "answer": {"total": number}} for number in range(12)]
+    [first, *_] = candidates(rows)
+    [(name, why)] = left_out(first, rows, {})
+    assert name == "answer"
+    settings = why.partition("as ground truths: ")[2].split(" and ")
+    loaded = [parse_yaml(one, place="fix") for one in settings]
+    assert loaded == [{"data.answer_column": "answer"}, {"completion": {"format": "json", "equality": "json"}}]
 
 
 def test_a_ground_truth_that_is_named_is_never_joined_with_the_question(tmp_path):
