@@ -15,7 +15,7 @@ from grpo_tasks.content.shards import PACKINGS, shards_of
 from grpo_tasks.processes.child import RESULT, SPEC
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, ModelError
+from schemas.errors import ConfigError, DataError, ModelError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 from schemas.results.model import StructureNotes, StructureSpec
 
@@ -99,7 +99,10 @@ def _check_source(source: DataSource, place: str) -> None:
     path = Path(resolve(source.path))
     if source.format == "hub" and (path.is_dir() or not is_local(source.path)):
         return
-    shards = shards_of(source)
+    try:
+        shards = shards_of(source)
+    except DataError as error:
+        raise ConfigError(f"{error.message}: {source.path}", place=place, fix=error.fix) from error
     if [shard.path for shard in shards] != [source.path]:
         for shard in shards:
             if reason := why_not_a_file(Path(shard.path)):

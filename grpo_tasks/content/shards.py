@@ -117,12 +117,12 @@ def _of_folder(folder: Path, source: DataSource) -> list[str]:
             raise DataError(
                 f"the folder holds files of the splits {', '.join(known)}{what}",
                 place=source.path,
-                fix=f"name the files by a pattern, for example {source.path}/*{known[0]}*, or set the source's split",
+                fix=f"name the files by a pattern, for example {Path(source.path) / f'*{known[0]}*'}, or set the source's split",
             )
         found = [path for path in found if splits[path] == wanted]
     formats = sorted({str(format_of(path)) for path in found})
     if len(formats) > 1:
-        example = f"{source.path}/*{unpacked_name(found[0]).suffix}"
+        example = Path(source.path) / f"*{unpacked_name(found[0]).suffix}"
         fix = f"set the source's format, or name the files by a pattern, for example {example}"
         raise DataError(f"the folder holds files of several formats: {', '.join(formats)}", place=source.path, fix=fix)
     return _limited([str(Path(source.path) / path) for path in found], source)
