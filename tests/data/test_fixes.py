@@ -64,6 +64,10 @@ RULE_FIXES = {
     "messages_empty": ({"prompt": [], "answer": "1"}, lambda _: [chat((U, "added"))]),
     "message_shape": ({"prompt": [{"role": U}], "answer": "1"}, lambda fix: [{"prompt": [shown(fix)], "answer": "1"}]),
     "message_not_text": ({"prompt": [{"role": U, "content": [{"type": "image"}]}], "answer": "1"}, lambda _: [chat((U, "text"))]),
+    "media_with_text": (
+        ask("What is on the picture?") | {"image": "a.png"},
+        lambda _: {"validation": {"ignore_rules": ["media_with_text"]}},
+    ),
     "mixed_forms": ({"prompt": "A string?", "answer": "1"}, lambda fix: setting(fix, "data.format")),
     "message_extra_keys": (
         {"prompt": [{"role": U, "content": "a name", "name": "Bo"}], "answer": "1"},
