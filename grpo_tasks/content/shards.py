@@ -12,6 +12,7 @@ nothing that a folder holds is executed.
 import glob
 import os
 import re
+from itertools import islice
 from pathlib import Path
 
 import orjson
@@ -27,6 +28,8 @@ FORMATS = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 MAX_FILES = 10_000
+MAX_SEEN = 50_000
+"""Files and folders below a folder that is named as a source: a whole disk takes minutes."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 """JSON files that describe a data set and hold no rows."""
 _SPLITS = {
@@ -100,7 +103,11 @@ def _names(source: DataSource) -> list[str]:
 
 
 def _of_folder(folder: Path, source: DataSource) -> list[str]:
-    below = [path.relative_to(folder) for path in sorted(folder.rglob("*"))]
+    seen = list(islice(folder.rglob("*"), MAX_SEEN + 1))
+    if len(seen) > MAX_SEEN:
+        what = f"the folder holds more than {MAX_SEEN:,} files and folders"
+        raise DataError(what, place=source.path, fix="name a folder of data files, or a pattern such as data/*.parquet")
+    below = [path.relative_to(folder) for path in sorted(seen)]
     found = [path for path in below if format_of(path) and not _hidden(path) and path.name not in _DESCRIPTIONS]
     if source.format != "auto":
         found = [path for path in found if format_of(path) == source.format]

@@ -13,6 +13,7 @@ import pytest
 
 from flows.frozen_inputs import frozen_inputs
 from flows.preflight import check_inputs
+from grpo_tasks.content import shards
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import shards_of, shards_sha256
 from grpo_tasks.data import sources
@@ -21,7 +22,7 @@ from grpo_tasks.library import make
 from grpo_tasks.steps.prepare_data import prepare_data
 from schemas.config.data import DataConfig, DataSource
 from schemas.config.run import RunConfig
-from schemas.errors import DataError
+from schemas.errors import ConfigError, DataError
 
 STAGE = {"name": "s", "rewards": ["format"]}
 
@@ -266,5 +267,14 @@ def test_hostile_files_are_refused_by_name_and_nothing_is_executed(here, monkeyp
 
 @pytest.mark.parametrize(("write", "message"), [(nothing, "no file matches"), (several_formats, "several formats")])
 def test_a_source_without_usable_files_is_refused_before_any_step(here, write, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         check_inputs(write_config(write(here)))
+    assert caught.value.place == "data.train.0.path"
+
+
+def test_a_folder_with_too_many_files_is_not_walked_to_its_end(here, monkeypatch):
+    monkeypatch.setattr(shards, "MAX_SEEN", 3)
+    for number in range(5):
+        (here / f"{number}.txt").touch()
+    with pytest.raises(DataError, match="more than 3 files"):
+        load(".")

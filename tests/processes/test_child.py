@@ -31,7 +31,15 @@ def test_a_child_that_dies_silently_is_reported_with_its_log(tmp_path):
     assert str(tmp_path / "log.txt") in str(caught.value)
 
 
-def test_the_progress_of_a_child_is_heard_here(tmp_path, monkeypatch):
+@pytest.fixture
+def no_server():
+    for server in Child.idle_servers:
+        server.close()
+    Child.idle_servers.clear()
+    until(lambda: not servers_of(os.getpid()))
+
+
+def test_the_progress_of_a_child_is_heard_here(tmp_path, monkeypatch, no_server):
     (tmp_path / "counts.py").write_text(
         "from pathlib import Path\nfrom grpo_tasks.kit.progress import Count\nfrom grpo_tasks.processes.child import run_child\n"
         "def work(directory):\n"
@@ -51,14 +59,6 @@ def test_the_progress_of_a_child_is_heard_here(tmp_path, monkeypatch):
         run_module("counts", tmp_path)
     assert heard == ["starting its process", "sampling 1/2 completions"]
     assert not (tmp_path / "progress.json").exists(), "it is no output of the step"
-
-
-@pytest.fixture
-def no_server():
-    for server in Child.idle_servers:
-        server.close()
-    Child.idle_servers.clear()
-    until(lambda: not servers_of(os.getpid()))
 
 
 @pytest.mark.slow
