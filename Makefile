@@ -26,7 +26,7 @@ test: $(READY) ## run the quick tests (ARGS="tests/data -k csv" for some; ARGS='
 test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo (ten minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
 
-test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (four hours)
+test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (two to three hours)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long --durations=30 $(ARGS)
 
 test-containers: $(READY) ## run the demo through the compose stack, and a job through Slurm with three nodes (needs Docker, Slurm; half an hour)
