@@ -174,7 +174,7 @@ def hint_for(location: Sequence[Any]) -> str:
     if longer := [name for name in here if name.endswith(f"_{key}")]:
         return f"did you mean {longer[0]}?"
     if places := places_of(key):
-        return f"it belongs to {_shown(places)}"
+        return "it belongs at the top of the config, in no section" if places == [key] else f"it belongs to {_shown(places)}"
     if key in NOTHING:
         return f"it has no equivalent: {NOTHING[key]}"
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.5)

@@ -209,7 +209,10 @@ def _point_to_the_end(record: logging.LogRecord) -> bool:
 def _drop_notices(record: logging.LogRecord) -> bool:
     # What the command itself says, or nobody asked for: the lines of the run and of its server in the background.
     notices = ("Starting temporary server", "Stopping temporary server", "Beginning flow run", "Finished in state Completed(")
-    return not record.getMessage().startswith(notices)
+    message = record.getMessage()
+    # Of a signal the command says that it stops, and that it has stopped.
+    by_signal = "Execution was aborted by a" in message and message.startswith(("Crash detected!", "Finished in state Crashed("))
+    return not (by_signal or message.startswith(notices))
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:

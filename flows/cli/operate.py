@@ -74,6 +74,7 @@ def clean(
             show_leftovers(found, total="in all")
             say("remove: grpo clean NAME, --superseded, --caches or --older-than 30d, each with --yes")
             return
+        room.check_names(names or [], found)
         chosen = room.select(found, names=names or [], kinds=kinds, older_than_s=age_s)
         if not yes:
             show_leftovers(chosen, total="would be removed")

@@ -189,9 +189,11 @@ def candidates(rows: Rows, *, question: str | None = None, answer: str | None = 
     """
     columns = profiles(rows)
     usable = [one for one in columns if one.kind in ("chat", "text") and one.filled >= FILLED]
-    # A column whose text is always the same asks nothing, where another one varies.
-    varied = any(not one.constant and _asks(one) > 0 for one in usable)
-    asking = [one for one in usable if one.kind == "chat" or not (varied and one.constant)]
+    # What is called as answers are asks only where nothing else can; what is always the same, where nothing varies.
+    answers = [one for one in usable if one.kind == "text" and one.named(ANSWERS) >= FILLED > one.named(QUESTIONS)]
+    others = [one for one in usable if one not in answers] or usable
+    varied = any(not one.constant and _asks(one) > 0 for one in others)
+    asking = [one for one in others if one.kind == "chat" or not (varied and one.constant)]
     asking = [one for one in asking if _asks(one) > 0] if question is None else [one for one in usable if one.name == question]
     found = []
     for one in sorted(asking, key=lambda one: (-_asks(one), one.position)):

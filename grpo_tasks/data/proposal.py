@@ -25,7 +25,6 @@ from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
 from grpo_tasks.data.records import CHAT_COLUMNS
-from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.sources import ROWS, load_sources, preview
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
@@ -195,7 +194,7 @@ def _tried(
         raise DataError(
             f"rows have an image, a sound or a video next to their text ({first['value']}); only text is trained on",
             place=row_place(first["source"], first["line"]),
-            fix=BY_NAME["media_with_text"].fix,
+            fix="remove the column; where the text is complete without it, write it to a file of its own",
         )
     if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
         worst = max(broken, key=lambda rule: rule.rows)
@@ -342,4 +341,4 @@ def _scalar(value: object) -> str:
 def _comment(text: str) -> str:
     """Text for a comment: one line, of bounded length."""
     line = " ".join(text.split())
-    return line if len(line) <= 150 else line[:149] + "…"
+    return line if len(line) <= 400 else line[:399] + "…"

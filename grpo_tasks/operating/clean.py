@@ -90,6 +90,15 @@ def find(runs: Path, workdir: Path, tracking: TrackingConfig) -> list[Found]:
     return found
 
 
+def check_names(names: Sequence[str], found: Sequence[Found]) -> None:
+    """`UserError` for a name that is that of no run here."""
+    known = sorted({one.run.name for one in found if one.run is not None})
+    for name in names:
+        if not any(fnmatch(run, name) for run in known):
+            here = f"the runs here are {', '.join(known[:12])}" if known else "there are no runs here"
+            raise UserError(f"no such run: {name}", fix=f"{here}; name one, not a path, or another folder with --runs")
+
+
 def select(
     found: Sequence[Found], *, names: Sequence[str] = (), kinds: Sequence[Kind] = (), older_than_s: float = 0.0
 ) -> list[Found]:

@@ -292,6 +292,14 @@ def test_rows_with_images_are_refused_by_the_name_of_the_column(here):
     assert not (here / "seen.yaml").exists()
 
 
+def test_one_question_with_many_answers_never_becomes_a_prompt_with_its_answer(here):
+    write_rows(here / "same.jsonl", question="Tell me a number".format, answer=str)
+    output = init("same.jsonl", "--yes", expect=1)
+    assert "question: " in output
+    assert "rows are refused" in output
+    assert not (here / "same.yaml").exists()
+
+
 def test_a_prompt_column_that_is_not_used_is_switched_off():
     columns = ["prompt", "quiz", "answer"]
     assert data_settings(ColumnChoice("quiz", None, "answer"), columns, None)["prompt_column"] not in columns

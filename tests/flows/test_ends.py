@@ -102,6 +102,7 @@ def test_a_signal(start, number):
     code, output = running.end()
     assert code in (130, -number)
     assert "Traceback" not in output
+    assert "Crash" not in output, "the command has said that it stops"
     assert (running.state(), running.tracked(), running.slots()) == ("CRASHED", "KILLED", 0)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -63,6 +64,15 @@ def runs(tmp_path, monkeypatch):
         return folder
 
     return make
+
+
+@pytest.mark.parametrize("name", ["nosuch", "../other", "/", "x*"])
+def test_a_name_of_no_run_is_refused_with_those_that_there_are(runs, name):
+    runs("mine")
+    output = clean(name, "--yes", expect=1)
+    assert f"no such run: {name}" in output
+    assert "the runs here are mine" in output
+    assert (Path.cwd() / "runs/mine").is_dir()
 
 
 def test_without_a_request_everything_is_listed_and_nothing_removed(runs, tmp_path):
