@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -18,6 +18,9 @@ from schemas.config.run import RunConfig
 from schemas.config.section import form_values
 from schemas.errors import UserError
 from schemas.paths import DEPLOY
+
+if TYPE_CHECKING:
+    from prefect.deployments.runner import RunnerDeployment
 
 POOL = "grpo"
 QUEUES = ("cpu", "gpu")
@@ -191,30 +194,36 @@ def write_prefect_yaml(path: Path | None = None) -> Path:
 def serve_all() -> None:
     """Create the deployments on the server at PREFECT_API_URL (`UserError` without one) and execute their runs, until Ctrl-C."""
     import prefect
+
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError("no Prefect server is configured", fix="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up")
+    prefect.serve(*served())
+
+
+def served() -> "list[RunnerDeployment]":
+    """All deployments for a process that executes their runs itself."""
     from prefect.events import DeploymentEventTrigger
     from prefect.flows import EntrypointType  # type: ignore[attr-defined]
     from prefect.schedules import Cron, Interval, Schedule
     from prefect.utilities.importtools import import_object
 
-    if not os.environ.get("PREFECT_API_URL"):
-        raise UserError("no Prefect server is configured", fix="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up")
-
     def schedule_of(*, cron: str | None = None, interval: float = 0.0, **options: Any) -> Schedule:
         return Cron(cron, **options) if cron else Interval(interval, **options)
 
-    served = []
+    made = []
     for deployment in deployments():
         entry = deployment.entry()
-        served.append(
-            import_object(deployment.flow).to_deployment(
-                f"{deployment.name}-served",
-                description=entry["description"],
-                tags=entry["tags"],
-                version=entry["version"],
-                parameters=entry["parameters"],
-                schedules=[schedule_of(**given) for given in deployment.schedules],
-                triggers=[DeploymentEventTrigger.model_validate(dict(given)) for given in deployment.triggers],
-                entrypoint_type=EntrypointType.MODULE_PATH,
-            )
+        one = import_object(deployment.flow).to_deployment(
+            f"{deployment.name}-served",
+            description=entry["description"],
+            tags=entry["tags"],
+            version=entry["version"],
+            parameters=entry["parameters"],
+            schedules=[schedule_of(**given) for given in deployment.schedules],
+            triggers=[DeploymentEventTrigger.model_validate(dict(given)) for given in deployment.triggers],
+            entrypoint_type=EntrypointType.MODULE_PATH,
         )
-    prefect.serve(*served)
+        # Prefect would name the function that the flow wraps, which is none.
+        one.entrypoint = deployment.flow
+        made.append(one)
+    return made

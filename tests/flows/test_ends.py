@@ -52,7 +52,9 @@ class Running:
     def __init__(self, place, *overrides):
         self.place = place
         done = sum(len(path.read_text().splitlines()) for path in self.journals())
-        self.process = place.start("run", "small.yaml", *overrides, TMPDIR=str(place.root / "tmp"))
+        # bitsandbytes makes torch's cache where it is imported; that folder is no leftover of ours.
+        folders = {"TMPDIR": str(place.root / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(place.root / "inductor")}
+        self.process = place.start("run", "small.yaml", *overrides, **folders)
         self.stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, done + 8, self.process)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         notes = {path.stem: json.loads(path.read_text()) for path in place.root.glob("runs/small/.running/*.json")}

@@ -10,9 +10,10 @@ import pytest
 from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
+from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.importtools import import_object
 
-from flows.deployments import deployments
+from flows.deployments import deployments, served
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
@@ -68,6 +69,13 @@ def test_damaged_addresses_are_named_with_a_fix(tmp_path, addresses):
     with pytest.raises(UserError, match="addresses are damaged") as refused:
         stack.addresses()
     assert "grpo down" in refused.value.fix
+
+
+@pytest.mark.slow
+def test_prefect_finds_the_flow_of_every_deployment_that_grpo_serve_offers():
+    offered = served()
+    assert [one.name for one in offered] == [f"{one.name}-served" for one in deployments()]
+    assert [load_flow_from_entrypoint(one.entrypoint).name for one in offered] == [one.flow_name for one in offered]
 
 
 def test_every_deployments_failure_and_every_vanished_flow_is_reported():
