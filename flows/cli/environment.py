@@ -109,6 +109,7 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
+        logging.getLogger(name).addFilter(_drop_signals)
     for name in ("prefect", "prefect.flow_runs"):
         logging.getLogger(name).addFilter(_drop_notices)
 
@@ -209,10 +210,13 @@ def _point_to_the_end(record: logging.LogRecord) -> bool:
 def _drop_notices(record: logging.LogRecord) -> bool:
     # What the command itself says, or nobody asked for: the lines of the run and of its server in the background.
     notices = ("Starting temporary server", "Stopping temporary server", "Beginning flow run", "Finished in state Completed(")
+    return not record.getMessage().startswith(notices)
+
+
+def _drop_signals(record: logging.LogRecord) -> bool:
+    # The command says that it stops, and that it has stopped.
     message = record.getMessage()
-    # Of a signal the command says that it stops, and that it has stopped.
-    by_signal = "Execution was aborted by a" in message and message.startswith(("Crash detected!", "Finished in state Crashed("))
-    return not (by_signal or message.startswith(notices))
+    return not ("Execution was aborted by a" in message and message.startswith(("Crash detected!", "Finished in state Crashed(")))
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
