@@ -158,4 +158,4 @@ def test_single_commands_are_never_silent(place, longest_s):
         # Nothing is skipped.
         shown, silence = watch(place, *arguments, *SHORT, "--fresh")
         assert silence < (longest_s, ""), arguments
-        assert any(re.match(r"2/\d validate_data: ", text) for text in painted(shown)), arguments
+        assert any(re.match(r"2/\d validate_data", text) for text in painted(shown)), arguments
