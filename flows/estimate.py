@@ -7,7 +7,6 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.planning.time_plan import FINISHED, Estimate, Rows, estimate, least_seconds
 from grpo_tasks.processes.child import RESULT, SPEC, run_module
 from grpo_tasks.running.orchestrator import run_logger, show_artifact, slots_of
-from grpo_tasks.running.step import Left
+from grpo_tasks.running.step import Left, holding
 from grpo_tasks.stage.journal import update_seconds
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.steps.check_guard import check_guard
@@ -66,9 +65,8 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
         return
     log.info("estimating the run: a trial of a few seconds")
     report(Progress("trying this machine"))
-    names = slots_of(config.resources)
     try:
-        with _held(names):
+        with holding(slots_of(config.resources)):
             speed = measured(config, data)
     except UserError as error:
         # Whatever is wrong, the step that it concerns says it better.
@@ -116,15 +114,6 @@ def estimate_of(config: RunConfig, *, fresh: bool) -> Estimate:
         run = SimpleNamespace(output=real, fresh=False, resources=resources)
         done = {} if fresh else updates_done(list(left_of(run, config, data, guards)))
         return estimate(config, measured(config, data), rows, done=done)
-
-
-def _held(names: Sequence[str]) -> AbstractContextManager[None]:
-    if not names:
-        return nullcontext()
-    # Prefect's: not imported where the machine has none.
-    from grpo_tasks.running.slots import hold_all
-
-    return hold_all(names)
 
 
 def why_not_measured(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 """Commands that run the pipeline or one step of it. Each loads the config, calls a flow and shows the result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,15 +58,9 @@ def run(
                 show(*found.sections(), wide=wide)
             return
         command.folder = settings.resources.output_dir / settings.name
-        _begin(settings, "starting Prefect and MLflow")
-        with shown_progress("starting Prefect and MLflow"):
-            prepare_flow()
+        with _started(settings, "starting Prefect and MLflow"):
             from flows.pipeline import grpo_pipeline
-            from flows.preflight import check_installed, check_tracking
 
-            # Before a temporary server is started, which takes longer.
-            check_installed(settings)
-            check_tracking(settings)
             result = grpo_pipeline(settings, fresh)
         show_pipeline(settings, result, wide=wide)
 
@@ -82,14 +77,9 @@ def retrain(
     with report_errors() as command:
         settings = checked_config(config, override)
         command.folder = settings.resources.output_dir / settings.name
-        _begin(settings, "comparing with the last version")
-        with shown_progress("starting Prefect and MLflow"):
-            prepare_flow()
-            from flows.preflight import check_installed, check_tracking
+        with _started(settings, "comparing with the last version"):
             from flows.retrain import retrain_flow
 
-            check_installed(settings)
-            check_tracking(settings)
             result = retrain_flow(config, override, start_from, fresh)
         say(result.reason)
         if (made := result.publication) is not None:
@@ -172,6 +162,19 @@ def show_pipeline(config: RunConfig, result: "PipelineResult", *, wide: bool = F
 def _begin(config: RunConfig, doing: str) -> None:
     """Say on stderr what begins, before the imports that take seconds."""
     typer.echo(f"{config.name}: {doing} ({config.resources.output_dir / config.name})", err=True)
+
+
+@contextmanager
+def _started(config: RunConfig, doing: str) -> Iterator[None]:
+    """Prefect and MLflow for a whole flow; what is missing is refused before a temporary server starts, which takes longer."""
+    _begin(config, doing)
+    with shown_progress("starting Prefect and MLflow"):
+        prepare_flow()
+        from flows.preflight import check_installed, check_tracking
+
+        check_installed(config)
+        check_tracking(config)
+        yield
 
 
 def _one_step(function: str, doing: str, config: RunConfig, /, *, device: bool = True, **inputs: Any) -> Any:

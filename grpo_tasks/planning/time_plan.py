@@ -185,7 +185,7 @@ class Costs:
     def update(self, stage: StageConfig) -> float:
         """One update, without sampling."""
         tokens, passes = self.trained_tokens(stage), 0.0
-        if stage.kind == "grpo" and stage.skip_dead_groups and stage.entropy_coef == 0 and not self.full:
+        if stage.kind == "grpo" and stage.skips_dead and not self.full:
             tokens *= self.speed.live
         if stage.kind == "grpo":
             passes += 1.0 if stage.has_kl_term else 1.0 / stage.kl_every_steps if stage.kl_every_steps else 0.0

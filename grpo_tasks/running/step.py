@@ -229,12 +229,7 @@ class Step(Generic[Inputs, Made]):
     def _slots(self, work: Work, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         rollout = inputs["config"].rollout if self.on_cluster else None
         names = slots_of(work.run.resources, rollout, trains=rollout is not None) if self.device else []
-        if not names:
-            return nullcontext()
-        # Prefect's: not imported where the machine has none.
-        from grpo_tasks.running.slots import hold_all
-
-        return hold_all(names)
+        return holding(names)
 
     def _require_same_key(self, work: Work, inputs: dict[str, Any]) -> None:
         """Refuse what a step has made while its inputs changed: it may have read either. Nothing may be found under its key."""
@@ -417,3 +412,12 @@ def require_unchanged(inputs: Mapping[str, Any]) -> None:
                 place=str(result.directory / changes[0].path),
                 fix="run the same command again: the step that made it runs again",
             )
+
+
+def holding(slots: Sequence[str]) -> AbstractContextManager[None]:
+    """Hold these slots while the block runs; of none nothing of Prefect is imported, which may be missing here."""
+    if not slots:
+        return nullcontext()
+    from grpo_tasks.running.slots import hold_all
+
+    return hold_all(slots)

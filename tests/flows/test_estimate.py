@@ -47,8 +47,8 @@ def grpo(*arguments, expect=0):
 
 def steps_in(output):
     """The steps that the estimate prints with a time and a longest one."""
-    _, _, told = output.partition("This run takes about ")
-    return re.findall(rf"^(\S[^\t]*)\t{TIME}\t{TIME}$", told, re.MULTILINE)
+    _, _, table = output.partition("This run takes about ")
+    return re.findall(rf"^(\S[^\t]*)\t{TIME}\t{TIME}$", table, re.MULTILINE)
 
 
 @pytest.mark.long
