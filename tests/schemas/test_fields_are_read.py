@@ -25,6 +25,7 @@ THROUGH = {
     ("InteractionConfig", "module_dir"): ("InteractionConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
+    ("StageConfig", "skip_dead_groups"): ("StageConfig", "skips_dead"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
     ("ModelConfig", "merged_system_prompt"): ("RunConfig", "merged_system_prompt"),
