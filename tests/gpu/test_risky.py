@@ -5,6 +5,7 @@ import torch
 
 from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Replay
+from tests.gpu.conftest import on_device
 from tests.gpu.test_passes import assert_same, batch_on, policy_of, results
 
 
@@ -12,7 +13,7 @@ from tests.gpu.test_passes import assert_same, batch_on, policy_of, results
 def test_compiled_layers_give_the_same_numbers(device):
     policy = policy_of("qwen2")
     del policy.get_base_model().model.layers[1:]
-    policy.to(device)
+    on_device(policy.to(device))
     wanted = results(policy, batch_on(device))
     compile_layers(policy)
     assert_same(results(policy, batch_on(device)), wanted, 1e-3)
