@@ -21,7 +21,7 @@ CALL = re.compile(r"torch\.ops\.aten\.(\w+)")
 
 
 def calls(text):
-    """Operator, number of arguments by position, and names of the others, for each call; modules have names of their own for some."""
+    """Operator, number of arguments by position, and names of the others, for each call. Modules may rename an operator."""
     tree, ours = ast.parse(text), {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and "torch.ops.aten" in (line := ast.get_source_segment(text, node)):
