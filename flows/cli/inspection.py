@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from flows.cli.environment import prepare_environment, report_errors
 from flows.cli.options import Config, Set, TrackingUri, Wide, parse_size
+from flows.cli.progress import shown_progress
 from flows.cli.show import hint, out, pipe_row, say, show
 from grpo_tasks.content.places import row_place
 from schemas.config.load import PRESETS, find_config, load_config, tracking_at
@@ -42,10 +43,11 @@ def runs(
 ) -> None:
     """List the newest runs with their figures. `grpo compare` takes two of them by the first column."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.tracking.past_runs import recent_runs
+        with shown_progress("reading the runs"):
+            prepare_environment()
+            from grpo_tasks.tracking.past_runs import recent_runs
 
-        found = recent_runs(tracking_at(tracking_uri), limit)
+            found = recent_runs(tracking_at(tracking_uri), limit)
         if not found:
             say("no runs yet: grpo run CONFIG makes one")
             return
@@ -68,10 +70,11 @@ def models(
 ) -> None:
     """List registered models: versions, aliases and figures."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.tracking.past_runs import registered_versions
+        with shown_progress("reading the registered models"):
+            prepare_environment()
+            from grpo_tasks.tracking.past_runs import registered_versions
 
-        found = registered_versions(tracking_at(tracking_uri), name)
+            found = registered_versions(tracking_at(tracking_uri), name)
         if not found:
             say("no registered models yet: grpo run CONFIG registers one")
             return
