@@ -275,13 +275,15 @@ def plan(
     override: Set = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU, for example 24GB or 80GiB.")] = "24GB",
 ) -> None:
-    """Calculate the GPU memory that each stage needs; the exit status is 1 if a stage does not fit."""
+    """Calculate the GPU memory that each stage needs; the exit status is 1 if a stage does not fit, or if this machine has a
+    GPU that torch cannot use."""
     with report_errors():
         size, settings = parse_size(memory), load_config(config, override)
         # Before anything else imports transformers.
         from grpo_tasks.processes.fork_server import import_libraries
 
         import_libraries()
+        from grpo_tasks.kit.cards import check_cards
         from grpo_tasks.planning.memory_plan import stage_plans
 
         plans = stage_plans(settings, size)
@@ -300,6 +302,8 @@ def plan(
                 say(f"It fits into {size / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
             else:
                 out.print(f"[red]It does not fit into {size / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
+        if settings.resources.device != "cpu":
+            check_cards()
         if not all(each.fits for each in plans):
             raise typer.Exit(1)
 

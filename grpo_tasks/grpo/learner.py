@@ -231,7 +231,7 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
         raise ConfigError(
             f"optim {stage.optim} needs bitsandbytes",
             place=f"stage {stage.name}",
-            fix="pip install '.[gpu]', or optim: adamw_torch",
+            fix="pip install -c deploy/constraints.txt '.[gpu]', or optim: adamw_torch",
         ) from error
     kind = adamw.PagedAdamW8bit if stage.optim.startswith("paged") else adamw.AdamW8bit
     return kind(parameters, **options)

@@ -27,11 +27,13 @@ from transformers import (
 
 from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, end_token_ids, set_template_defaults, starting_rows, token_id
+from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
+from grpo_tasks.policy.torch_operators import check_operators
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
@@ -43,7 +45,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def pick_device(resources: ResourcesConfig) -> torch.device:
-    """The device to compute on; also sets torch's threads and determinism. ModelError where cuda is asked for and not there."""
+    """The device to compute on; also sets torch's threads and determinism.
+
+    ModelError where cuda is asked for and not there, where this machine has a GPU that torch cannot use (unless cpu is asked
+    for), and for a torch whose operators the engine does not know.
+    """
+    check_operators()
+    if resources.device != "cpu":
+        check_cards()
     if resources.num_threads:
         torch.set_num_threads(resources.num_threads)
     if resources.device == "cuda" and not torch.cuda.is_available():

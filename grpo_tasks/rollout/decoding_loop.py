@@ -2,8 +2,10 @@
 
 Between two changes of shape (`Buckets`) a step reads and writes tensors that stay where they are. Every few steps one copy of the
 sampled tokens goes to the host, which looks for ends and drops rows; the host waits for the device nowhere else. Rows that end
-between two are decoded on, and their surplus tokens cut off: a completion does not depend on the buckets or on the other rows.
-Stop strings are found in text, which only the host has.
+between two are decoded on, and their surplus tokens cut off. Stop strings are found in text, which only the host has.
+
+The same batch gives the same completions on the same device with the same torch. Buckets and other rows change a completion by
+rounding only: in 16 bits, matrix products of other sizes move its log-probabilities, and so now and then a token.
 """
 
 import math
@@ -56,8 +58,8 @@ def sample_tokens(
 ) -> Drawn:
     """Sample a token per row by a number in [0, 1) of its own; temperature 0 takes the most likely token.
 
-    `torch.multinomial` draws from one stream for the whole batch, so a completion would depend on its neighbours. `seen` marks
-    the tokens of each row's prompt and completion, for repetition_penalty.
+    `torch.multinomial` draws from one stream for the whole batch, so a completion would get other numbers with other neighbours.
+    `seen` marks the tokens of each row's prompt and completion, for repetition_penalty.
 
     The order is that of transformers: repetition_penalty, temperature, top_k, top_p, min_p. vLLM applies min_p before top_k and
     top_p; alone, each gives the same distribution in both.

@@ -100,9 +100,9 @@ class ResourcesConfig(Section):
     fuse_kernels: Speed[bool] = True
     """Decode models of the Llama architecture with fewer, larger kernels."""
     deterministic: Speed[bool] = True
-    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU updates
-    are slower (attention backward, writes by an index), and a kernel that cannot be deterministic is named in a warning. Sampling
-    with the local engine is reproducible either way and costs nothing more."""
+    """Use deterministic kernels, so that the same batches give the same bytes on the same card with the same torch. On a CPU this
+    is always the case. On a GPU updates are slower (attention backward, writes by an index), and a kernel that cannot be
+    deterministic is named in a warning. Sampling with the local engine is reproducible either way and costs nothing more."""
     output_dir: OutputFolder = Path("runs")
     """Folder for everything a run writes outside MLflow."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

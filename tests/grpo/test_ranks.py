@@ -10,6 +10,7 @@ from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.forked import in_processes
+from tests.gpu.conftest import forget_device
 
 
 def show(spec, limit_s):
@@ -25,6 +26,26 @@ def show(spec, limit_s):
 def test_the_time_limit_of_the_config_is_that_of_the_process_group(stages):
     directory = stages.write("two", resources={"num_processes": 2, "distributed_timeout_minutes": 47.5})
     in_processes(partial(show, directory.spec, 2850.0), 2)
+
+
+@pytest.fixture
+def card_for_accelerate(monkeypatch):
+    """accelerate takes a card for there, and knows no device yet."""
+    forget_device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield
+    forget_device()
+
+
+@pytest.mark.usefixtures("card_for_accelerate")
+def test_no_stage_is_trained_on_the_device_of_an_earlier_accelerator(stages):
+    spec = StageSpec.load(stages.write().spec)
+    Accelerator(cpu=True)
+    with pytest.raises(RuntimeError, match="accelerate computes on cpu, and cuda was asked for"):
+        Ranks.of(spec, torch.device("cuda"))
+    # As tests/gpu does before each test.
+    forget_device()
+    assert Ranks.of(spec, torch.device("cuda")).accelerator.device.type == "cuda"
 
 
 def over_both(mine, other):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from flows.cli.options import parse_size
 from grpo_tasks.grpo.token_budget import with_token_budget
+from grpo_tasks.kit import cards
 from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.planning.memory_plan import GIB, Groups, count_pass, meta_policy, stage_plans
 from grpo_tasks.policy.folded_adapter import causal_model
@@ -108,6 +109,17 @@ def test_the_plan_of_the_demo_is_a_command(tmp_path):
     assert code == 0
     assert "Stage format" in text
     assert "It fits into 4.0 GiB" in text
+
+
+def test_a_plan_ends_with_the_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cards, "cards_here", lambda: cards.Cards(1, "535.104.05"))
+    code, text = grpo("demo", "--memory", "4GiB", "--set", "resources.device=auto")
+    assert code == 1
+    assert "It fits into 4.0 GiB" in text
+    assert "the driver is 535.104.05" in text
+    assert grpo("demo", "--memory", "4GiB", "--set", "resources.device=cpu")[0] == 0
 
 
 @pytest.mark.parametrize("text", ["12", "GB", "0GB", "1e9GB", "-3GB", "3 PB"])
