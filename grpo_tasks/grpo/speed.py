@@ -24,7 +24,7 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.advantages import Advantages, advantages
 from grpo_tasks.grpo.demonstrations import read_demonstrations
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.microbatches import Microbatches, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Rollout, ScoredRollout, rewards_of
@@ -140,7 +140,7 @@ class Trial:
             self.learner.old_logps(each).sum().item()
         return (self.clock() - began) / self.updated[-1][1]
 
-    def _update(self, groups: int, tokens: int) -> list[Microbatch]:
+    def _update(self, groups: int, tokens: int) -> Microbatches:
         stage, size = self.spec.stage, self.spec.stage.group_size
         count = groups * size
         given = [self.longest[index % len(self.longest)] for index in range(count)]

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.demonstrations import REFUSED, DemonstrationRounds, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, length_metrics, rollout_metrics
-from grpo_tasks.grpo.microbatches import Microbatch, chosen_completions, make_microbatches
+from grpo_tasks.grpo.microbatches import Microbatches, OldLogps, chosen_completions, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds
@@ -44,8 +43,8 @@ from schemas.errors import JudgeUnavailableError, NotFiniteError
 from schemas.prompts import PromptRow
 from schemas.results.model import StageResult
 
-Update = tuple[Sequence[Microbatch], Sequence[Tensor] | None]
-"""Microbatches, and for each the log-probabilities [N, T] under the policy that sampled; None where the round feeds no other."""
+Update = tuple[Microbatches, OldLogps]
+"""Without old log-probabilities where the round feeds no other update."""
 
 
 class Trainer:
@@ -214,11 +213,16 @@ class Trainer:
         """One optimizer step: its figures, or the fault because of which no weight was moved."""
         self._seed_dropout("update")
         try:
-            return self.learner.update(*update, measure_kl=self._kl_due()).means(), None
+            figures = self.learner.update(*update, measure_kl=self._kl_due())
         except NotFiniteError as error:
             return {}, error
         finally:
             self.counters.step += 1
+        if figures.halvings:
+            part = f"1/{2**figures.halvings} of their completions"
+            detail = f"passes did not fit into memory; the update was computed again with {part}, and so are later ones"
+            self.events.report(self.step, "out_of_memory", detail)
+        return figures.means(), None
 
     @property
     def _kl_every(self) -> int:
@@ -253,7 +257,7 @@ class Trainer:
         metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
             metrics[metric.DROPPED_GROUPS] = float(current.dropped)
-        metrics |= self.meter.read()
+        metrics |= self.meter.read() | self.learner.waits.figures()
         metrics[metric.NUM_TOKENS] = float(self.counters.tokens)
         metrics[metric.STEP_TIME], metrics[metric.TOKENS_PER_S] = seconds, sampled / seconds
         metrics[metric.EPOCH] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)

@@ -1,7 +1,7 @@
 """`python -m tests.grpo.on_card`, for each line `FOLDER [sharded]` that it reads: on the pretend card, train the stage in a
 folder, or merge and sample as its merge.json and sample.json say. The answer is a line with the exit code.
 
-The lines that wait go to waits.json. With `sharded` FSDP2 shards the weights, over one process. Each line has a process of its
+The lines that wait go to waits.json, and in their order, with the microbatches that are built and computed, to log.json. With `sharded` FSDP2 shards the weights, over one process. Each line has a process of its
 own, a fork of this one, which has imported everything: that takes longer than most of the work.
 """
 
@@ -11,14 +11,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.grpo.pretend_card import CARD, WAITS, card  # first: it names the device
+from tests.grpo.pretend_card import CARD, LOG, WAITS, card  # first: it names the device
 
 # isort: split
 import torch
 from accelerate import Accelerator
 
 from grpo_tasks.attention import packed_attention
-from grpo_tasks.grpo import trainer
+from grpo_tasks.grpo import microbatches, trainer
+from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
@@ -50,12 +51,26 @@ def train(root: Path) -> None:
     trainer.pick_device = lambda _: CARD
     # The kernels of CUDA are missing; the indices that they get are used in all that is around them.
     packed_attention.varlen_kernel = lambda like, _window: REFERENCE if like.device.type == "card" else None
+    microbatches.token_batch = logged("build", microbatches.token_batch)
+    Learner._accumulate = logged("pass", Learner._accumulate)
     with suite_of(spec) as suite, card():
         work = trainer.Trainer(directory, suite)
         WAITS.clear()
+        LOG.clear()
         work.train()
     waits = sorted(((count, *where) for where, count in WAITS.items()), reverse=True)
     (root / "waits.json").write_text(json.dumps(waits, indent=1))
+    (root / "log.json").write_text(json.dumps(LOG))
+
+
+def logged(word, function):
+    """The function, whose calls are logged."""
+
+    def call(*arguments, **options):
+        LOG.append(word)
+        return function(*arguments, **options)
+
+    return call
 
 
 def do(folder: Path, *options: str) -> None:

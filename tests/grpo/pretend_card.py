@@ -20,6 +20,9 @@ CARD = torch.device("card:0")
 WAITS = Counter()
 """How often each line waited: ("learner.py:120", operation) -> times."""
 
+LOG = []
+"""The lines that waited, in their order, and what a test adds."""
+
 # CUDA accepts these with tensors of both places: copies, and reads by an index on the host.
 BOTH_PLACES = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "lift_fresh", "set_"}
 # The size of the result or the result itself is a number on the card.
@@ -82,6 +85,7 @@ def _record(waited):
     line = _line()
     if waited is not None and line is not None:
         WAITS[line, waited] += 1
+        LOG.append(line)
 
 
 def _is_card(device):

@@ -184,6 +184,21 @@ def test_an_update_waits_for_the_card_only_for_its_figures(both):
     assert waiting <= {*counts, *sampling, "forward_check.py"}
 
 
+@pytest.mark.slow
+def test_the_next_microbatch_is_built_before_the_host_waits_for_this_one(stages, on_card):
+    settings = {"skip_dead_groups": False, "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    directory = stages.write("card", **settings)
+    on_card(directory.root)
+    log = json.loads((directory.root / "log.json").read_text())
+    # The check against transformers' own forward pass is a part of the first pass of a stage.
+    log = [what for what in log if not what.startswith("forward_check.py")]
+    places = [place for place, what in enumerate(log) if what in ("build", "pass")]
+    for first in (places[0], places[8]):
+        # A pass is launched, and the next microbatch is built while the card computes: nothing waits before the last one.
+        assert log[first : first + 8] == ["build", "pass"] * 4
+        assert log[first + 8].startswith("measure.py")
+
+
 @pytest.fixture
 def adapted(tmp_path):
     """A random model of that architecture, or the embedded one, with a random adapter."""

@@ -22,6 +22,7 @@ from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.model import ModelRef
@@ -128,14 +129,42 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text)
 
 
+def assert_foretells_passes(plan):
+    assert max(map(abs, counts.plan_errors(plan))) < 0.03
+    fitting = plan.fitting_tokens
+    assert plan.update(fitting) <= plan.available < plan.update(fitting + 2)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_plan_foretells_passes_of_every_size(checkpointing):
+    architecture = counts.architecture(2, "qwen2.5-0.5b")
+    architecture.vocab_size = 32_768
+    assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing))
+
+
 @pytest.mark.long
-def test_the_line_of_a_plan_foretells_other_passes(shape):
-    settings = load_config("gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", "model.gradient_checkpointing=false"])
-    [plan, _] = stage_plans(settings, 40 * GIB)
-    policy = meta_policy(plan.architecture, plan.model)
-    for groups in (Groups.equal(2, 300, 16, 900), Groups([200, 500], [[700, 900, 1100], [300] * 8])):
-        found = count_pass(policy, groups)
-        assert plan.update(found.tokens) == pytest.approx(found.peak, rel=0.03)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", [pytest.param("qwen2.5-0.5b", marks=pytest.mark.ci), "qwen2.5-1.5b"])
+def test_the_plan_of_a_real_shape_foretells_passes_of_every_size(name, checkpointing, sharded):
+    resources = ResourcesConfig(num_processes=2, fsdp=True) if sharded else None
+    architecture = counts.architecture(SHAPES[name]["num_hidden_layers"], name)
+    plan = counts.plan_of(architecture, resources=resources, gradient_checkpointing=checkpointing)
+    assert_foretells_passes(plan)
+    mixed = count_pass(meta_policy(architecture, plan.model), Groups([200, 500], [[700, 900, 1100], [300] * 8]))
+    assert plan.update(mixed.tokens) == pytest.approx(mixed.peak, rel=0.03)
+
+
+def test_head_and_layers_of_a_pass_are_counted_apart():
+    # A wide head over narrow layers, and the other way round: chunks of logits, or gradients of a layer, are the peak.
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for vocabulary, width, largest in ((151_936, 96, "head"), (64, 9_600, "layers")):
+        found = count_pass(
+            meta_policy(Qwen2Config(**small, vocab_size=vocabulary, intermediate_size=width), ModelConfig()),
+            Groups.equal(2, 40, 4, 300),
+        )
+        assert found.peak == max(found.head, found.layers) == getattr(found, largest)
+        assert min(found.head, found.layers) < 0.7 * found.peak
 
 
 def test_planned_weights_are_those_of_the_model():
