@@ -17,7 +17,8 @@ from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Rollout, ScoredRollout
-from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
+from grpo_tasks.kit.pinned import moved
+from grpo_tasks.policy.batch import TokenBatch, fill, pad, token_batch
 from grpo_tasks.rewards.suite import solved
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig

@@ -45,7 +45,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def pick_device(resources: ResourcesConfig) -> torch.device:
-    """The device to compute on; also sets torch's threads and determinism.
+    """The device to compute on; sets torch's threads, determinism and, for a GPU, sums of 16-bit products in float32, all of them
+    for this process.
 
     ModelError where cuda is asked for and not there, where this machine has a GPU that torch cannot use (unless cpu is asked
     for), and for a torch whose operators the engine does not know.
@@ -63,6 +64,10 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     if resources.deterministic:
         # cuBLAS reads it when CUDA is first used: products then get the same workspace every time, and so the same algorithm.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if resources.device != "cpu":
+        # cuBLAS may cut a sum over many tokens into parts for its processors; it adds them up in float32 then, not in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # The C library keeps freed memory: an update allocates the same blocks again and again, and fetching them from the kernel
     # page by page takes a fifth of its time on a CPU.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None

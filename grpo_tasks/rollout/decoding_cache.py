@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
-from grpo_tasks.policy.batch import moved
+from grpo_tasks.kit.pinned import moved
 
 
 class DecodingCache:

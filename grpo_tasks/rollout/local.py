@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.content.tokenizer import end_token_ids
+from grpo_tasks.kit.pinned import moved
 from grpo_tasks.kit.progress import Count
-from grpo_tasks.policy.batch import TokenBatch, moved, position_ids, token_batch
+from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context

@@ -91,7 +91,8 @@ class ResourcesConfig(Section):
     max_hours: Speed[float | None] = Field(None, gt=0.0, le=100_000)
     """Time limit in hours of one run of a stage, which then stops with a checkpoint; the same command resumes it. Empty: none."""
     compile: Speed[bool] = False
-    """Compile the model's layers for training (torch.compile). The first passes take minutes: for long stages on a GPU."""
+    """Compile the model's layers for training (torch.compile), for long stages on a GPU: the first passes take minutes. Compiled
+    layers keep more for the backward pass, and what they gain has not been measured."""
     share_prompts: Speed[bool] = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
     fold_adapter: Speed[bool] = True
@@ -101,8 +102,9 @@ class ResourcesConfig(Section):
     """Decode models of the Llama architecture with fewer, larger kernels."""
     deterministic: Speed[bool] = True
     """Use deterministic kernels, so that the same batches give the same bytes on the same card with the same torch. On a CPU this
-    is always the case. On a GPU updates are slower (attention backward, writes by an index), and a kernel that cannot be
-    deterministic is named in a warning. Sampling with the local engine is reproducible either way and costs nothing more."""
+    is always the case. On a GPU updates are slower (attention backward, writes by an index; by how much has not been measured),
+    and a kernel that cannot be deterministic is named in a warning. Sampling with the local engine is reproducible either way
+    and costs nothing more."""
     output_dir: OutputFolder = Path("runs")
     """Folder for everything a run writes outside MLflow."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

@@ -137,7 +137,9 @@ def test_a_completion_that_does_not_fit_alone_stops_the_stage(stages):
     with trainer.suite:
         updates = trainer._microbatches(trainer._collect())
     fill_above(trainer, 10)
-    with pytest.raises(TrainingError, match="single completion does not fit into memory: CUDA out of memory.*1.00 GiB free") as found:
+    with pytest.raises(
+        TrainingError, match="single completion does not fit into memory: CUDA out of memory.*1.00 GiB free"
+    ) as found:
         trainer.learner.update(*updates[0])
     assert "gradient_checkpointing" in found.value.fix
     assert "reserved" not in found.value.message

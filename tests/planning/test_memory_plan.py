@@ -311,8 +311,15 @@ def test_a_row_of_the_second_table_is_what_all_layers_give():
 
 
 @pytest.mark.long
-def test_nothing_waits_to_build_and_to_score_a_pass():
-    assert counts.host_waits() == {}
+def test_nothing_waits_for_a_pass_and_all_copies_are_pinned():
+    waits = counts.host_waits()
+    assert waits["pass"] == {}
+    assert waits["rollout"]  # a step reads its tokens
+    assert counts.pageable(waits) == {}
+
+
+def test_an_optimizer_step_on_a_card_takes_a_handful_of_kernels():
+    assert counts.optimizer_kernels() <= 12
 
 
 def gemma(dtype):

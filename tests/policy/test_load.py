@@ -75,6 +75,23 @@ def test_only_device_cpu_ignores_a_gpu_that_torch_cannot_use(monkeypatch):
     assert pick_device(ResourcesConfig(device="cpu")).type == "cpu"
 
 
+def test_for_a_card_parts_of_16_bit_products_are_summed_in_float32(monkeypatch):
+    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    matmul, names = torch.backends.cuda.matmul, [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    for name in names:
+        setattr(matmul, name, True)
+    try:
+        pick_device(ResourcesConfig(device="cpu"))
+        assert [getattr(matmul, name) for name in names] == [True, True]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert pick_device(ResourcesConfig(device="auto")).type == "cuda"
+        assert [getattr(matmul, name) for name in names] == [False, False]
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+        for name in names:
+            setattr(matmul, name, True)
+
+
 @pytest.mark.parametrize("lora", [{}, None], ids=["adapter", "all weights"])
 def test_a_16_bit_stage_starts_from_the_last_stages_weights(base_ref, tokenizer, tmp_path, lora):
     config = ModelConfig(dtype="bfloat16", lora=lora)

@@ -1,11 +1,15 @@
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.load import compile_layers
+from grpo_tasks.policy.load import compile_layers, new_policy
 from grpo_tasks.policy.logprobs import completion_logprobs, score_tokens
+from schemas.config.model import ModelConfig
 from tests.attention.test_packed_attention import MODELS, model_of
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 
 
 @pytest.fixture
@@ -75,6 +79,21 @@ def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch, l
     torch.testing.assert_close(gradients(policy), gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+def test_many_layers_are_compiled_within_the_compilers_limit(monkeypatch, batch):
+    torch._dynamo.reset()
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options))
+    config = Qwen2Config(**SMALL, num_hidden_layers=torch._dynamo.config.recompile_limit + 2)
+    policy = new_policy(AutoModelForCausalLM.from_config(config).requires_grad_(False), ModelConfig()).train()
+    compile_layers(policy)
+    # At the limit the compiler only warns, and leaves the code to Python.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        completion_logprobs(policy, batch, temperature=1.0)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
 class Capped(torch.nn.Linear):
     def forward(self, hidden):
         return 3.0 * torch.tanh(super().forward(hidden) / 3.0)
@@ -96,7 +115,7 @@ def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
         head.requires_grad_(trained)
         given = hidden.clone().requires_grad_()
         calls.clear()
-        logps, entropies = score_tokens(head, given, targets, temperature=temperature, chunk_elements=150)
+        logps, entropies = score_tokens(head, given, targets, temperature=temperature, rows=3)
         (logps * factor).sum().backward()
         found[trained] = logps.detach(), entropies.detach(), given.grad
         if not trained:
@@ -105,7 +124,7 @@ def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     head.requires_grad_(False)
     with torch.no_grad():
-        assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, chunk_elements=150)[0], logps)
+        assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, rows=3)[0], logps)
 
 
 @pytest.mark.parametrize("layout", ["packed", "plain"])
