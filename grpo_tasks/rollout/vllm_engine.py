@@ -392,8 +392,9 @@ class VllmEngine(VllmSampler):
             return Weights(name, folder, calibration.probe_logps(self._policy, self._ids))
         self._folded.sync()
         save_for_server(self._folded.model, folder, untie=self._untied)
-        # What the server gets: in 16 bits the sum of base and adapter is rounded.
-        return Weights(name, folder, calibration.probe_logps(self._folded.model, self._ids))
+        # What the server gets: in 16 bits the sum of base and adapter is rounded. Without an adapter the copy is the policy.
+        served = self._folded.model if isinstance(self._policy, PeftModel) else self._policy
+        return Weights(name, folder, calibration.probe_logps(served, self._ids))
 
     def load(self, weights: Weights) -> None:
         """Load prepared weights, and delete the previous ones; RolloutError where no server takes them and shows that it does."""

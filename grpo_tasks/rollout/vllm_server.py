@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any
 
 import httpx
+import orjson
 import tenacity
 import torch
 from jaxtyping import Float
@@ -39,10 +40,18 @@ LOADING_WEIGHTS = {"VLLM_SERVER_DEV_MODE": "1"}
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first, the first request for log-probabilities takes several seconds; the second is in GiB."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""With expandable segments vLLM's sleep may release nothing: it looks for them under one of these names only (vllm issue 40812)."""
-PROCESS_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""A server is a world of its own. Told torchrun's store, torch would look there for its first process and wait for ever."""
-NOT_INHERITED = frozenset(["CUBLAS_WORKSPACE_CONFIG", *ALLOCATOR, *PROCESS_GROUP, "TORCHELASTIC_USE_AGENT_STORE"])
+"""A vLLM that misses expandable segments because of the name releases nothing when it sleeps (vllm issue 40812)."""
+PROCESS_GROUP = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""A server is a world of its own. With the last one, torchrun's, it would look for its own first process and wait for ever."""
+NOT_INHERITED = frozenset(["CUBLAS_WORKSPACE_CONFIG", *ALLOCATOR, *PROCESS_GROUP])
 """Variables that hold for the trainer's process (policy/load.py sets the first) and that a server started here does not get."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests crashes vLLM's CPU engine."""
@@ -103,7 +112,8 @@ class Client:
             fix += "; or raise rollout.vllm.request_timeout_s, or lower rollout.vllm.concurrency" * slow
             raise ServerGoneError(f"no answer to {path}: {error!r}", place=address, fix=fix) from error
         if answer.status_code == httpx.codes.OK:
-            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+            # The same numbers as json.loads, bit for bit, in a fraction of the time, in which no other thread of ours runs.
+            return orjson.loads(answer.content) if "json" in answer.headers.get("content-type", "") else answer.text
         kind, what = RolloutError, "was refused"
         if answer.status_code in BUSY or answer.is_server_error:
             kind, what = ServerBusyError if answer.status_code in BUSY else ServerGoneError, "failed"

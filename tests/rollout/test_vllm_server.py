@@ -9,13 +9,24 @@ import warnings
 from dataclasses import replace
 from functools import partial
 
+import httpx
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_tasks.policy.load import pick_device, trainable_policy
 from grpo_tasks.rollout.engine import EngineReport
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import OwnServer, command, existing_servers, replica_devices, serving, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import (
+    Client,
+    OwnServer,
+    command,
+    existing_servers,
+    replica_devices,
+    serving,
+    swaps_merged_weights,
+)
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import VllmConfig
@@ -76,8 +87,8 @@ def test_a_server_gets_no_setting_of_the_trainers_allocator_or_process_group(tmp
     pick_device(ResourcesConfig(device="cpu"))
     assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
     # Those of a user and of torchrun.
-    memory = "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
-    group = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE".split()
+    memory = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"]
+    group = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"]
     for name in [*memory, *group, "NCCL_DEBUG"]:
         monkeypatch.setenv(name, "1")
     with serving(VllmConfig(python=sys.executable), served(), tmp_path):
@@ -131,6 +142,17 @@ def test_a_server_without_an_end_point_is_named_with_its_version(tmp_path):
         files.shutdown()
     with pytest.raises(RolloutError, match="no vLLM server answers"):
         existing_servers(config, adapters=True)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.floats(-50, 0, width=32), max_size=50))
+def test_the_numbers_of_an_answer_are_those_of_json(values):
+    text = json.dumps({"choices": [{"logprobs": {"token_logprobs": values}, "token_ids": list(range(len(values)))}]})
+    answers = httpx.MockTransport(lambda _: httpx.Response(200, text=text, headers={"content-type": "application/json"}))
+    client = Client({}, timeout_s=1.0, retries=0)
+    client._client = httpx.Client(transport=answers)
+    found = client.post("http://server", "/v1/completions", {})
+    # As text, in which -0.0 is not 0.0; and an integer stays one.
+    assert repr(found) == repr(json.loads(text))
 
 
 @pytest.mark.slow
