@@ -1,6 +1,7 @@
 """Commands that only read: runs, models, completions, presets, fields, one row of a run, what a run needs, this machine."""
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -309,6 +310,11 @@ def plan(
 
 
 def _advice(plan: "StagePlan") -> str:
+    from schemas.config.rollout import VllmConfig
+
+    elsewhere = {"engine": "vllm", "vllm": VllmConfig(base_urls=["http://server:8000"])}
+    if plan.resources.fsdp and replace(plan, rollout=plan.rollout.model_copy(update=elsewhere)).fits:
+        return "rollout.engine: vllm with rollout.vllm.base_urls, because the local engine has a complete copy on each card"
     if plan.fitting_tokens and not plan.sampling_fits:
         return "rollout.max_batch_size: a smaller one"
     if plan.fitting_tokens:

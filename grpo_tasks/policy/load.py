@@ -269,11 +269,21 @@ def compile_layers(model: CausalLM) -> None:
             module.compile(dynamic=True)
 
 
-def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
-    """The trained weights, gathered from all processes, which all call this; None where each holds the complete model."""
+def trained_weights(model: CausalLM, *, keep: bool = True) -> dict[str, Tensor] | None:
+    """The trained weights in the memory of the host, gathered from all processes, which all call this.
+
+    None where each holds the complete model. Without `keep` this process only helps the others, and gets none of them.
+    """
     if not is_sharded(model):
         return None
-    return {name: gather_shards(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gathered = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # One after the other: all of them may not fit on the card.
+            whole = gather_shards(parameter.detach())
+            if keep:
+                gathered[name] = whole.cpu()
+    return gathered
 
 
 def save_trained(

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.sharded import gather_shards, shard
+from grpo_tasks.policy.sharded import every_process, gather_shards, shard
 from tests.attention.reference_kernel import masked_way
 from tests.attention.test_packed_attention import BATCHES, MODELS, model_of
 from tests.gpu.conftest import on_device
@@ -118,7 +118,7 @@ def test_one_rank_with_sharded_weights_gives_the_same_numbers(device, monkeypatc
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         policy = on_device(policy_of("qwen2").to(device))
-        shard(policy)
+        shard(policy, every_process(device))
         assert_same(results(policy, batch_on(device)), wanted, 1e-4)
     finally:
         torch.distributed.destroy_process_group()

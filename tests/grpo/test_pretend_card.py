@@ -136,6 +136,21 @@ def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card
     assert_same(host, card)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
+def test_a_card_never_holds_more_than_its_shards_and_a_layer(stages, on_card, model):
+    stage = stages.write("half", model=model, resources={"fsdp": True})
+    on_card(stage.root, "half")
+    found = json.loads((stage.root / "half.json").read_text())
+    half = found["whole"] / 2
+    assert half <= found["loaded"] <= 1.01 * half
+    assert found["loading"] <= 1.02 * (half + found["layer"]) < 0.9 * found["whole"]
+    # A copy for servers, of which the card sees a layer at a time.
+    assert found["copy is on"] == "cpu"
+    assert found["copied"] <= 1.01 * half
+    assert found["copying"] < 0.95 * found["whole"]
+
+
 PAGEABLE = "copy of pageable memory"
 WAITS = {
     "x.sum().item()": "_local_scalar_dense",

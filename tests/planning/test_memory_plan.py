@@ -105,6 +105,16 @@ def test_a_stage_that_does_not_fit_is_refused_with_a_fix(shape):
     assert grpo(*settings, "10GB", "--set", "model.gradient_checkpointing=true")[0] == 0
 
 
+def test_shards_without_room_for_a_copy_are_planned_with_servers():
+    sharded = ["resources.num_processes=4", "resources.fsdp=true"]
+    servers = ["rollout.engine=vllm", "rollout.vllm.base_urls=[http://server:8000]"]
+    needed = [stage_plans(load_config("demo", [*sharded, *more]), 80 * GIB)[0].needed for more in ([], servers)]
+    memory = sum(needed) / 2
+    code, text = grpo("demo", "--memory", f"{memory / 1e6:.3f}MB", *(word for setting in sharded for word in ("--set", setting)))
+    assert code == 1
+    assert "fix: rollout.engine: vllm with rollout.vllm.base_urls" in text
+
+
 def test_the_plan_of_the_demo_is_a_command(tmp_path):
     code, text = grpo("demo", "--memory", "4GiB")
     assert code == 0
