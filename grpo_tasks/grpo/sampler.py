@@ -9,6 +9,7 @@ from threading import Thread
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.grpo.token_budget import kept_bytes
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import RolloutEngine
@@ -51,11 +52,12 @@ def rollout_engine(
     cuda: bool,
     ranks: int = 1,
     rank: int = 0,
+    longest: int = 0,
 ) -> RolloutEngine:
     """The engine of process `rank` that samples from `model`: through the servers, which `ranks` processes share, or in this
-    process when there are none."""
+    process when there are none. Prompts have at most `longest` tokens."""
     if not servers:
-        return LocalEngine.of(model, tokenizer, spec.resources)
+        return LocalEngine.of(model, tokenizer, spec.resources, kept_bytes=kept_bytes(spec, model, longest))
     config, weights = spec.rollout.vllm, directory.root / SERVED
     merged = swaps_merged_weights(config, spec.model, cuda=cuda)
     engine = VllmEngine(
