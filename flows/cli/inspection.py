@@ -293,6 +293,7 @@ def plan(
             rows = [
                 *((item.what, f"{item.bytes / GIB:.2f}") for item in plan.standing),
                 *((f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}") for item in plan.sampling),
+                *([("in an update: kept from sampling", f"{plan.kept / GIB:.2f}")] if plan.kept else []),
                 (f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-"),
                 ("kept free", f"{plan.reserve / GIB:.2f}"),
                 ("needed", f"{plan.needed / GIB:.2f}"),

@@ -10,7 +10,7 @@ from threading import Thread
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_tasks.grpo.token_budget import device_memory
+from grpo_tasks.grpo.token_budget import device_memory, kept_bytes
 from grpo_tasks.planning.memory_plan import GIB, StagePlan
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_errors, load_tokenizer, pick_device, save_plain
@@ -55,11 +55,12 @@ def rollout_engine(
     cuda: bool,
     ranks: int = 1,
     rank: int = 0,
+    longest: int = 0,
 ) -> RolloutEngine:
     """The engine of process `rank` that samples from `model`: through the servers, which `ranks` processes share, or in this
-    process when there are none."""
+    process when there are none. Prompts have at most `longest` tokens."""
     if not servers:
-        return LocalEngine.of(model, tokenizer, spec.resources)
+        return LocalEngine.of(model, tokenizer, spec.resources, kept_bytes=kept_bytes(spec, model, longest))
     config, weights = spec.rollout.vllm, directory.root / SERVED
     merged = swaps_merged_weights(config, spec.model, cuda=cuda)
     engine = VllmEngine(

@@ -96,7 +96,7 @@ class Trainer:
         engine: RolloutEngine = NoEngine()
         if sampled:
             where = {"cuda": self.device.type == "cuda", "ranks": self.ranks.count, "rank": self.ranks.rank}
-            engine = rollout_engine(spec, directory, policies.model, self.tokenizer, servers, **where)
+            engine = rollout_engine(spec, directory, policies.model, self.tokenizer, servers, longest=longest, **where)
         self.stage = with_measured_budget(stage, policies, directory, self.events, longest, engine)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks

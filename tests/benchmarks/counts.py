@@ -200,7 +200,10 @@ def decode_rows() -> Iterator[Count]:
     yield Count(f"kernels_per_decode_step, {LAYERS} layers", "689-857", 650, found["kernels_per_decode_step"])
     yield Count("the same, adapter apart from 16-bit weights", "-", 650, found["kernels_per_decode_step_adapter"])
     yield Count("host_syncs_per_decode_step", "2", 0.15, found["host_syncs_per_decode_step"])
-    yield Count("captures of a rollout, 64 rows", "16", 1, found["captures_per_rollout"])
+    yield Count("captures, first rollout of 64 rows", "16", 1, found["captures_of_the_first_rollout"])
+    yield Count("captures, the two rollouts after it", "32", 0, found["captures_of_a_later_rollout"])
+    yield Count("passes over the logits per token", "15", 3, found["passes_per_token"])
+    yield Count("bytes that outlive a rollout of 64 x 512 tokens, MiB", "a batch, by chance", 1100, found["kept_bytes"] / MIB)
 
 
 def head_kernels(tokens: int = 10_000) -> int:

@@ -273,7 +273,8 @@ def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers):
     with LiveMemory() as memory:
         given = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="meta")
         sample_tokens(given, torch.empty(rows, dtype=torch.float64, device="meta"), Sampling.of(RolloutConfig()))
-    assert 0.85 * logits < memory.peak <= logits
+    # The sum of the blocks is float64, and torch converts what it adds: logits in 16 and 32 bits and probabilities live then.
+    assert 0.85 * logits < memory.peak + 8 * given.numel() <= 1.01 * logits
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
