@@ -1,8 +1,9 @@
 """`python -m tests.grpo.on_card`, for each line `FOLDER [sharded]` that it reads: on the pretend card, train the stage in a
 folder, or merge and sample as its merge.json and sample.json say. The answer is a line with the exit code.
 
-The lines that wait go to waits.json, and in their order, with the microbatches that are built and computed, to log.json. With `sharded` FSDP2 shards the weights, over one process. Each line has a process of its
-own, a fork of this one, which has imported everything: that takes longer than most of the work.
+The lines that wait go to waits.json, and in their order, with the microbatches that are built and computed, to log.json. With
+`sharded` FSDP2 shards the weights, over one process. Each line has a process of its own, a fork of this one, which has imported
+everything: that takes longer than most of the work.
 """
 
 import json
