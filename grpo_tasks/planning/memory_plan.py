@@ -51,8 +51,8 @@ again takes a tenth of a second for each rollout; on a small card, passes that a
 
 
 COUNTED_TOKENS = 32_768
-"""Tokens of the smaller counted pass, about; the other one has twice as many. Both have more than a chunk of the head, so that the
-chunk is part of what is fixed, and so many that the gradient of trained embeddings is small against their layers."""
+"""Tokens of the smaller counted pass, about; the other one has twice as many. Both have more than a few chunks of the head, so
+that a chunk is part of what is fixed, and so many that the gradient of trained embeddings is small against their layers."""
 
 _LINES: dict[tuple[object, ...], tuple["Line", "Line"]] = {}
 """By architecture, model settings and shape of the groups."""

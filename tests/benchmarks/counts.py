@@ -9,7 +9,7 @@ any of it.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,8 @@ VOCABULARY = 151_936
 PROMPT = 512
 EVEN = Groups.equal(prompts=2, prompt_length=PROMPT, group_size=16, completion_length=1024)
 MIXED = Groups([PROMPT, 301], [[64 + 61 * index for index in range(16)], [1024 - 37 * index for index in range(16)]])
+SIZES = ((1, 2), (1, 18), (4, 14), (16, 16))
+"""Groups, and completions in each: passes of 2,600, 19,000, 59,000 and 270,000 tokens."""
 LAYERS = 24
 """Layers that counts of kernels are given for."""
 ADAPTED = 2 * 7 * SHAPE["num_hidden_layers"]
@@ -95,17 +97,17 @@ def count(layers: int, groups: Groups = EVEN, *, shape: str = "qwen2.5-1.5b", ra
 
 
 def plan_of(architecture: Qwen2Config, *, resources: ResourcesConfig | None = None, **model: Any) -> StagePlan:
-    """The plan of a stage with groups of 16 completions of 1,024 tokens to prompts of 512, and an adapter of rank 32, bfloat16."""
+    """The plan of a stage with 16 completions of 1,024 tokens to each prompt of 512, and an adapter of rank 32, bfloat16."""
     config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": 32, "lora_alpha": 64}} | model)
-    stage = StageConfig(name="s", rewards=["format"], num_generations=16, max_tokens_per_microbatch="auto")
+    sizes = {"num_generations": 16, "per_device_train_batch_size": 16, "max_tokens_per_microbatch": "auto"}
+    stage = StageConfig(name="s", rewards=["format"], **sizes)
     rollout = RolloutConfig(max_completion_length=1024)
     return StagePlan(config, rollout, stage, resources or ResourcesConfig(), architecture, PROMPT, 80 * GIB)
 
 
-def plan_errors(plan: StagePlan) -> list[float]:
-    """Planned bytes / counted bytes - 1 of passes of 3,600, 19,000, 59,000 and 270,000 tokens."""
+def plan_errors(plan: StagePlan, sizes: Sequence[tuple[int, int]] = SIZES) -> list[float]:
+    """Planned bytes / counted bytes - 1 of passes with so many groups and completions in each."""
     length, policy = plan.rollout.max_completion_length, meta_policy(plan.architecture, plan.model)
-    sizes = ((1, 3), (1, 18), (4, 14), (16, 16))
     passes = [count_pass(policy, Groups.equal(groups, plan.prompt_length, size, length)) for groups, size in sizes]
     return [plan.update(found.tokens) / found.peak - 1 for found in passes]
 

@@ -96,9 +96,8 @@ def test_halved_microbatches_are_the_same_update(lengths, budget, times):
     assert [index for each in parts for index in each.indices] == [index for each in whole for index in each.indices]
     assert max(len(each.indices) for each in parts) == -(-max(len(each.indices) for each in whole) // 2**times)
     assert parts.divisible == any(len(each.indices) > 1 for each in parts)
-    rows = {
-        index: (each, each_old, row) for each, each_old in zip(whole, old, strict=True) for row, index in enumerate(each.indices)
-    }
+    both = list(zip(whole, old, strict=True))
+    rows = {index: (each, each_old, row) for each, each_old in both for row, index in enumerate(each.indices)}
     for part, part_old in zip(parts, parts_old, strict=True):
         width = part.weights.shape[1]
         for row, index in enumerate(part.indices):

@@ -139,8 +139,8 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text)
 
 
-def assert_foretells_passes(plan):
-    assert max(map(abs, counts.plan_errors(plan))) < 0.03
+def assert_foretells_passes(plan, sizes=counts.SIZES):
+    assert max(map(abs, counts.plan_errors(plan, sizes))) < 0.03
     fitting = plan.fitting_tokens
     assert plan.update(fitting) <= plan.available < plan.update(fitting + 2)
 
@@ -148,8 +148,8 @@ def assert_foretells_passes(plan):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_plan_foretells_passes_of_every_size(checkpointing):
     architecture = counts.architecture(2, "qwen2.5-0.5b")
-    architecture.vocab_size = 32_768
-    assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing))
+    architecture.vocab_size = 65_536
+    assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing), ((1, 3), (1, 18), (4, 14)))
 
 
 @pytest.mark.long
