@@ -2,13 +2,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from grpo_tasks.planning.live_memory import LiveMemory
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import compile_layers, new_policy
-from grpo_tasks.policy.logprobs import completion_logprobs, score_tokens
+from grpo_tasks.policy.logprobs import chunk_rows, completion_logprobs, score_tokens
 from schemas.config.model import ModelConfig
 from tests.attention.test_packed_attention import MODELS, model_of
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "linalg_vecdot", "matmul")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 
 
@@ -92,6 +94,21 @@ def test_many_layers_are_compiled_within_the_compilers_limit(monkeypatch, batch)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         completion_logprobs(policy, batch, temperature=1.0)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(151_936, 1024), (262_144, 512), (32_000, 2048), (10**9, 1)])
+def test_a_chunk_of_the_head_fills_a_card(vocabulary, rows):
+    assert chunk_rows(vocabulary, torch.device("cuda")) == rows
+
+
+def test_a_frozen_head_multiplies_matrices_by_its_weights_only():
+    head = torch.nn.Linear(64, 40_000, bias=False, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    hidden = torch.empty(3000, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with LiveMemory() as memory:
+        logps, _ = score_tokens(head, hidden, torch.zeros(3000, dtype=torch.long, device="meta"), temperature=1.0)
+        logps.sum().backward()
+    # Two chunks, there and back. An entropy as a product of a row and a column is one tile of a hundred thousand steps.
+    assert {name: times for name, times in memory.operations.items() if name in PRODUCTS} == {"mm": 4}
 
 
 class Capped(torch.nn.Linear):
