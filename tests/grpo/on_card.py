@@ -2,9 +2,9 @@
 a folder, or merge and sample as its merge.json and sample.json say. The answer is a line with the exit code.
 
 The lines that wait go to waits.json, and in their order, with the microbatches that are built and computed, to log.json. With
-`sharded` FSDP2 shards the weights, over one process. With `half` this is the first of two processes, of which the other is only said
-to be there: it loads the policy and copies it for a server, and half.json has the bytes on the card. Each line has a process of its
-own, a fork of this one, which has imported everything: that takes longer than most of the work.
+`sharded` FSDP2 shards the weights, over one process. With `half` this is the first of two processes, of which the other is only
+said to be there: it loads the policy and copies it for a server, and half.json has the bytes on the card. Each line has a process
+of its own, a fork of this one, which has imported everything: that takes longer than most of the work.
 """
 
 import json
