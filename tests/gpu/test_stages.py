@@ -16,6 +16,7 @@ from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.graphs import CudaCapture, Graphs
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -68,6 +69,25 @@ def test_nothing_waits_to_build_and_to_score_a_pass(dtype, device):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert figures.over(Ranks(Accelerator(cpu=True))).tokens > 0
+
+
+class Single(Graphs):
+    """Steps at the same places, and none of them replayed."""
+
+    def run(self, step):
+        step()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_steps_draw_what_single_steps_draw_in_every_rollout(dtype, device):
+    policy = load_policy(BASE, ModelConfig(dtype=dtype), device=device)
+    replayed, single = (LocalEngine(policy, load_tokenizer(BASE)) for _ in range(2))
+    single._graphs = Single(CudaCapture() if device.type == "cuda" else None)
+    for number in range(3):
+        requests = [Request(prompt[number % 2 :], 100 * number + seed) for prompt in PROMPTS for seed in range(8)]
+        drawn = [engine.generate(requests, Sampling.of(RolloutConfig(max_completion_length=40))) for engine in (replayed, single)]
+        assert drawn[0] == drawn[1]
+    assert len(replayed._graphs._replays) == (device.type == "cuda")
 
 
 def start(directory):
