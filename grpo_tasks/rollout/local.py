@@ -55,8 +55,7 @@ class LocalEngine(RolloutEngine):
     ) -> "LocalEngine":
         """The engine as the config wants it."""
         shared, folded, fused = resources.share_prompts, resources.fold_adapter, resources.fuse_kernels
-        switches = {"share_prompts": shared, "fold_adapter": folded, "fuse_kernels": fused}
-        return cls(policy, tokenizer, **switches, kept_bytes=kept_bytes)
+        return cls(policy, tokenizer, share_prompts=shared, fold_adapter=folded, fuse_kernels=fused, kept_bytes=kept_bytes)
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.graphs import CudaCapture, Graphs
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.model import ModelConfig
@@ -149,6 +150,25 @@ def test_the_merged_model_is_the_trained_policy(stages, tmp_path, device, monkey
     spec = MergeSpec(model=ModelConfig(), ref=ref, prompts=chats, max_new_tokens=24)
     figures = merged.merge(spec, tmp_path / "merged", device=device)
     assert figures.mean_logprob_difference <= figures.tolerance
+
+
+class Single(Graphs):
+    """Steps at the same places, and none of them replayed."""
+
+    def run(self, step):
+        step()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_steps_draw_what_single_steps_draw_in_every_rollout(dtype, device):
+    policy = load_policy(BASE, ModelConfig(dtype=dtype), device=device)
+    replayed, single = (LocalEngine(policy, load_tokenizer(BASE)) for _ in range(2))
+    single._graphs = Single(CudaCapture() if device.type == "cuda" else None)
+    for number in range(3):
+        requests = [Request(prompt[number % 2 :], 100 * number + seed) for prompt in PROMPTS for seed in range(8)]
+        drawn = [engine.generate(requests, Sampling.of(RolloutConfig(max_completion_length=40))) for engine in (replayed, single)]
+        assert drawn[0] == drawn[1]
+    assert len(replayed._graphs._replays) == (device.type == "cuda")
 
 
 def start(directory):

@@ -60,12 +60,16 @@ def test_a_gpu_draws_the_tokens_that_a_cpu_draws(size):
 
 @pytest.mark.long
 @pytest.mark.ci
-def test_a_million_tokens_drawn_in_blocks_are_those_drawn_one_by_one():
-    generator = torch.Generator().manual_seed(7)
+def test_a_million_tokens_drawn_in_blocks_are_those_of_float64():
+    generator, different = torch.Generator().manual_seed(7), 0
     for _ in range(50):
         logits = torch.randn(20_000, 320, generator=generator) * 3  # a block of 256, and a shorter one
         uniform = torch.rand(20_000, dtype=torch.float64, generator=generator)
-        assert torch.equal(draw_in_blocks(logits, uniform)[0], decoding_loop._draw(logits, uniform)[0])
+        cdf = logits.double().softmax(-1).cumsum(-1)
+        wanted = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(-1)
+        different += int((draw_in_blocks(logits, uniform)[0] != wanted).sum())
+    # On a CPU, where each token's probability is that of its log-probability in float32, 3 differ.
+    assert different <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
