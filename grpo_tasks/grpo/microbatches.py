@@ -132,7 +132,7 @@ def make_microbatches(
         parts = _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)
     else:
         # The last one may be smaller; weights are those of the update, so it needs no correction.
-        parts = [live[start : start + size] for start in range(0, len(live), size)]
+        parts = [list(live[start : start + size]) for start in range(0, len(live), size)]
     missing = max(ranks.gather(len(parts))) - len(parts) if same_count else 0
     # The shortest completion makes the cheapest idle pass.
     shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))

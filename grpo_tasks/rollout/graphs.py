@@ -9,6 +9,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, step: Step) -> Step:
         """See `Capture`."""
