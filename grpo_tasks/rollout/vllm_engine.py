@@ -446,7 +446,7 @@ class VllmEngine(VllmSampler):
             self._turn.notify_all()
 
     def _repair(self, server: VllmServer) -> None:
-        if not server.beside_trainer:
+        if not server.on_trainers_card:
             super()._repair(server)
             return
         with self._turn:

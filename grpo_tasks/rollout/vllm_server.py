@@ -197,14 +197,14 @@ class VllmServer:
         loaded: names of the policies that it has loaded since it was started.
         stale: it was away, so `loaded` may be wrong.
         asleep: it has released its GPU memory.
-        beside_trainer: it was started here on the card of this process.
+        on_trainers_card: it was started here on the card of this process.
         receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
         bytes_taken: size of the weights that it has loaded since the policy changed.
         calibrated: what it has shown since it was started; None: nothing yet.
         model: folder or name of its model, as far as it is known.
     """
 
-    own = beside_trainer = False
+    own = on_trainers_card = False
     receiver: str | None = None
     calibrated: Calibrated | None = None
     model: str | None = None
@@ -295,7 +295,7 @@ class OwnServer(VllmServer):
         self._lock, self._ended, self.model = Lock(), False, str(served.model)
         # A stage that starts servers is one process, which computes on the first card that it sees.
         ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
-        self.beside_trainer = served.cuda and (device is None or ours in device.split(","))
+        self.on_trainers_card = served.cuda and (device is None or ours in device.split(","))
 
     def start(self) -> None:
         """Start it and wait until it answers; raises RolloutError if it does not."""

@@ -344,7 +344,7 @@ def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(servers, pol
 def beside(servers, monkeypatch):
     """A server on the trainer's card, and what happens to the card: a list that grows."""
     [server, *_], happened = servers, []
-    monkeypatch.setattr(server, "beside_trainer", True)
+    monkeypatch.setattr(server, "on_trainers_card", True)
     restart = server.restart
     monkeypatch.setattr(server, "restart", lambda: (happened.append("restart"), restart()))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("room"))
@@ -352,7 +352,7 @@ def beside(servers, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_died_beside_the_trainer_gets_room_before_its_restart(beside, engine_on, prompts, wanted):
+def test_a_server_that_died_on_the_trainers_card_gets_room_before_its_restart(beside, engine_on, prompts, wanted):
     server, happened = beside
     engine = engine_on([server])
     kill(server)

@@ -99,7 +99,7 @@ def test_a_server_gets_no_setting_of_the_trainers_allocator_or_process_group(tmp
 
 def test_a_server_knows_whether_it_has_the_card_of_the_trainer(tmp_path, monkeypatch):
     def beside(device, **settings):
-        return OwnServer(VllmConfig(), replace(served(), **{"cuda": True} | settings), tmp_path / "log", device).beside_trainer
+        return OwnServer(VllmConfig(), replace(served(), **{"cuda": True} | settings), tmp_path / "log", device).on_trainers_card
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [beside(device) for device in (None, "0", "1", "2,0", "10")] == [True, True, False, True, False]
