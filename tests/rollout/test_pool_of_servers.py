@@ -352,7 +352,7 @@ def beside(servers, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_died_on_the_trainers_card_gets_room_before_its_restart(beside, engine_on, prompts, wanted):
+def test_a_dead_server_on_the_trainers_card_gets_room_before_its_restart(beside, engine_on, prompts, wanted):
     server, happened = beside
     engine = engine_on([server])
     kill(server)
