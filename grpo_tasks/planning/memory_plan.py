@@ -137,10 +137,11 @@ class StagePlan:
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
-        prompts = -(-rows // self.stage.num_generations)
-        cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
+        prompts, own = -(-rows // self.stage.num_generations), rows * self.rollout.max_completion_length
+        # Contexts are padded: a few of them to 512 tokens, and many by half at most (`Buckets.context` of decoding_loop.py).
+        contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
         return [
-            Item(f"keys and values of {rows} rows", cached * token),
+            Item(f"keys and values of {rows} rows", (own + contexts) * token),
             Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
         ]
 

@@ -28,7 +28,9 @@ from schemas.errors import ConfigError, ModelError
 from schemas.results.model import ModelRef
 from tests.attention.reference_kernel import masked_way
 from tests.benchmarks import counts
+from tests.benchmarks.count_decode import GPU
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.tapes import Tapes
 
 
 @pytest.fixture
@@ -278,6 +280,23 @@ def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers):
         sample_tokens(given, torch.empty(rows, dtype=torch.float64, device="meta"), Sampling.of(RolloutConfig()))
     # The sum of the blocks is float64, and torch converts what it adds: logits in 16 and 32 bits and probabilities live then.
     assert 0.85 * logits < memory.peak + 8 * given.numel() <= 1.01 * logits
+
+
+@pytest.mark.parametrize("length", [20, 65, 200])
+def test_a_card_with_room_keeps_what_sampling_needs(length):
+    plan = replace(stage_plans(load_config("demo", []), GIB)[0], prompt_length=length)
+    needed = sum(item.bytes for item in plan.sampling)
+    assert (plan.kept, replace(plan, memory=10 * needed).kept) == (needed, 0.0)
+    assert plan.available == GIB - plan.reserve - needed - sum(item.bytes for item in plan.standing)
+    ref = ModelRef(path="embedded:base")
+    policy = load_base(ref, plan.model, device=torch.device("cpu"))
+    engine = LocalEngine(policy, load_tokenizer(ref), capture=Tapes(), kept_bytes=plan.kept)
+    engine._buckets, engine._end_ids = GPU, frozenset(range(policy.config.vocab_size))
+    rows, group = int(plan.sampling[0].what.split()[-2]), plan.stage.num_generations
+    requests = [Request([row // group] * length, row) for row in range(rows)]
+    engine.generate(requests, Sampling.of(plan.rollout))
+    engine.sleep()
+    assert 0.5 * needed < engine._graphs.num_bytes <= needed
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
