@@ -38,7 +38,7 @@ def check_operators() -> None:
 
 
 def _fits(schema: torch.FunctionSchema, passed: str) -> bool:
-    given, _, results = passed.partition(" -> ")
+    given, results = passed.split(" -> ")
     by_position, _, by_name = (part.split() for part in given.partition("*"))
     taken = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     left = [argument for argument in schema.arguments if argument.name not in {*by_position, *by_name}]
