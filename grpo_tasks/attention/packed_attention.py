@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_tasks.attention.shared_prompt import PackedRow, Spans
 from grpo_tasks.attention.varlen import Sequences, VarlenAttention, repeat_heads, sum_heads, varlen_kernel
+from grpo_tasks.kit.pinned import moved
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,8 +29,6 @@ class PackedAttention:
         self._masks: dict[tuple[int | None, bool], Masks] = {}
         self._sequences: Sequences | None = None
 
-    # The compiler would follow the index tensors, which differ from pass to pass, and compile the layers again each time.
-    @torch.compiler.disable
     def attend(
         self,
         layer: int,
@@ -264,7 +263,7 @@ def seen_of_prompt(row: PackedRow, window: int) -> Bool[Tensor, "N T S"]:
     """True where token t of a completion may look at token s of its prompt."""
     assert row.own is not None
     device = row.prompts.index.device
-    lengths = torch.tensor(row.prompts.lengths, device=device)[row.prompt_of]  # [P] -> [N]
+    lengths = moved(torch.tensor(row.prompts.lengths), device)[row.prompt_of]  # [P] -> [N]
     # Token t has the position length + t. [N, 1, 1] + [1, T, 1] - [1, 1, S] -> [N, T, S]
     at, key = torch.arange(row.own.width, device=device)[None, :, None], torch.arange(row.prompts.width, device=device)
     distance = lengths[:, None, None] + at - key
@@ -274,7 +273,7 @@ def seen_of_prompt(row: PackedRow, window: int) -> Bool[Tensor, "N T S"]:
 def seen_of_tails(row: PackedRow, window: int | None) -> Bool[Tensor, "P U S"]:
     """True where token u of the end of a prompt may look at token s of the prompt."""
     device = row.prompts.index.device
-    first = torch.tensor(row.prompt_lengths, device=device) - torch.tensor(row.tail_lengths, device=device)  # [P]
+    first = moved(torch.tensor(row.prompt_lengths) - torch.tensor(row.tail_lengths), device)  # [P]
     at, key = torch.arange(row.tails.width, device=device)[:, None], torch.arange(row.prompts.width, device=device)
     # Token u has the position first + u. [P, 1, 1] + [U, 1] - [S]
     distance = first[:, None, None] + at - key

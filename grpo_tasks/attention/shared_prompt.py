@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_tasks.kit.pinned import moved
+
 NAME = "grpo_shared_prompt"
 """Our attention's name in transformers."""
 
@@ -54,6 +56,9 @@ def use_shared_prompts(model: PreTrainedModel) -> None:
     model.config._attn_implementation = NAME
 
 
+# The compiler would compile it again for each layer, whose number chooses its kind, and give up after eight; below it, for each
+# pass, whose index tensors differ.
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -152,10 +157,10 @@ class Spans:
         real = columns < sizes[:, None]  # [R, W]
         # Empty slots repeat a token of the row. What is computed for them is finite, and never read.
         index = torch.where(real, starts[:, None] + columns, start)
-        self.index = index.to(device)  # [R, W]
-        self.empty = (~real).to(device)  # [R, W]
-        self.filled = real.flatten().nonzero().squeeze(1).to(device)  # slots that hold a token, in the order of the row
-        self._places = None if neighbours else index[real].to(device)
+        self.index = moved(index, device)  # [R, W]
+        self.empty = moved(~real, device)  # [R, W]
+        self.filled = moved(real.flatten().nonzero().squeeze(1), device)  # slots that hold a token, in the order of the row
+        self._places = None if neighbours else moved(index[real], device)
         """The tokens of spans that are no neighbours."""
 
     def __len__(self) -> int:
@@ -219,7 +224,7 @@ class PackedRow:
     @cached_property
     def prompt_of(self) -> Int[Tensor, " N"]:
         """`prompts_of` on the device."""
-        return torch.tensor(self.prompts_of, dtype=torch.long, device=self.device)
+        return moved(torch.tensor(self.prompts_of, dtype=torch.long), self.device)
 
     @cached_property
     def groups(self) -> PromptGroups | None:

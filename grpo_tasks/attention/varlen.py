@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_tasks.attention.shared_prompt import PackedRow
+from grpo_tasks.kit.pinned import moved
 
 FLASH_CAPABILITY = (8, 0)
 """The first compute capability (Ampere) that torch's flash kernels run on."""
@@ -46,7 +47,7 @@ class Sequences:
     @classmethod
     def of(cls, row: PackedRow) -> "Sequences":
         """Made on the host, and moved without waiting for the device."""
-        starts = [0, *accumulate(row.prompt_lengths)]
+        device, starts = row.device, [0, *accumulate(row.prompt_lengths)]
         parts = [torch.arange(starts[-1])]  # the prompts' own keys are the beginning of the row
         keys = list(row.prompt_lengths)
         uses: list[list[Tensor]] = [[torch.arange(start, end)] for start, end in pairwise(starts)]
@@ -66,18 +67,15 @@ class Sequences:
         queries = [*row.prompt_lengths, *row.own_lengths]
         ends = [torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (queries, keys)]
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(row.device, non_blocking=True)
-
         return cls(
-            index=moved(torch.cat(parts)),
-            query_ends=moved(ends[0]),
-            key_ends=moved(ends[1]),
+            index=moved(torch.cat(parts), device),
+            query_ends=moved(ends[0], device),
+            key_ends=moved(ends[1], device),
             max_query=max(queries),
             max_key=max(keys),
-            uses=moved(filled),
-            unused=moved(empty[:, :, None, None]) if empty.any() else None,
-            own=moved(torch.cat(own) if own else torch.zeros(0, dtype=torch.long)),
+            uses=moved(filled, device),
+            unused=moved(empty[:, :, None, None], device) if empty.any() else None,
+            own=moved(torch.cat(own) if own else torch.zeros(0, dtype=torch.long), device),
         )
 
     def gather(self, row: Float[Tensor, "1 K L D"]) -> Float[Tensor, "R K D"]:

@@ -17,7 +17,8 @@ from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Rollout, ScoredRollout
-from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
+from grpo_tasks.kit.pinned import moved
+from grpo_tasks.policy.batch import TokenBatch, fill, pad, token_batch
 from grpo_tasks.rewards.suite import solved
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
@@ -131,7 +132,7 @@ def make_microbatches(
         parts = _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)
     else:
         # The last one may be smaller; weights are those of the update, so it needs no correction.
-        parts = [live[start : start + size] for start in range(0, len(live), size)]
+        parts = [list(live[start : start + size]) for start in range(0, len(live), size)]
     missing = max(ranks.gather(len(parts))) - len(parts) if same_count else 0
     # The shortest completion makes the cheapest idle pass.
     shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))

@@ -78,7 +78,7 @@ class Trial:
         device = self.ranks.accelerator.device
         self.model = trainable_policy(spec.start, spec.model, device=device, seed=spec.seed, token_seed=spec.seed)
         self.learner = Learner(Policies(self.model, spec, self.ranks), spec.stage, self.ranks, updates=1)
-        self.engine = LocalEngine.of(self.model, self.tokenizer, spec.resources)
+        self.engine = LocalEngine.of(self.model, self.tokenizer, spec.resources, kept_bytes=0.0)
         # The first call finds the way of decoding that fits the model.
         self.sample(1, 1, 1)
         self.sampled.clear()
@@ -121,6 +121,7 @@ class Trial:
         """Updates that grow to one of the stage; returns the seconds per token of a pass that goes forwards only."""
         stage = self.spec.stage
         most, few = max(1, stage.completions_per_update // stage.group_size), FEW_TOKENS
+        self.engine.sleep()
         self._update(1, few)  # finds the layout
         self.updated.clear()
         microbatches = self._update(1, few)

@@ -6,6 +6,7 @@ fit, it is repeated with half of the tokens, and below one completion of full le
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -77,6 +78,12 @@ def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, mem
         memory = found.total
     tokens = None if memory is None else tokens_that_fit(_plan(spec, policy, prompt_length, memory))
     return spec.stage.model_copy(update={"max_tokens_per_microbatch": tokens})
+
+
+def kept_bytes(spec: StageSpec, policy: CausalLM, prompt_length: int) -> float:
+    """Bytes that the local engine may keep during an update, by the plan; no limit where the device reports no memory."""
+    memory = device_memory(causal_model(policy).device)
+    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept
 
 
 def with_measured_budget(

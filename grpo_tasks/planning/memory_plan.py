@@ -42,9 +42,12 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
-LOGIT_BYTES = 28.0
-"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, log-probabilities, and
-probabilities in float64, twice (rollout/decoding_loop.py)."""
+LOGIT_BYTES = 18.0
+"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, probabilities, and what
+torch's sum makes of these in float64 (rollout/decoding_loop.py)."""
+KEPT_SHARE = 1 / 16
+"""The local engine keeps what it samples with during an update where that is at most this share of the card. To capture its graph
+again takes a tenth of a second for each rollout; on a small card, passes that are smaller for it would take longer."""
 
 
 COUNTED_TOKENS = 32_768
@@ -134,17 +137,24 @@ class StagePlan:
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
-        prompts = -(-rows // self.stage.num_generations)
-        cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
+        prompts, own = -(-rows // self.stage.num_generations), rows * self.rollout.max_completion_length
+        # Contexts are padded: a few of them to 512 tokens, and many by half at most (`Buckets.context` of decoding_loop.py).
+        contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
         return [
-            Item(f"keys and values of {rows} rows", cached * token),
+            Item(f"keys and values of {rows} rows", (own + contexts) * token),
             Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
         ]
 
     @property
+    def kept(self) -> float:
+        """Of what sampling needs, the bytes that stay during an update: all or nothing."""
+        needed = sum(item.bytes for item in self.sampling)
+        return needed if needed <= KEPT_SHARE * self.memory else 0.0
+
+    @property
     def available(self) -> float:
         """What a pass may use."""
-        return self.memory - self.taken - RESERVE - sum(item.bytes for item in self.standing)
+        return self.memory - self.taken - RESERVE - self.kept - sum(item.bytes for item in self.standing)
 
     def update(self, tokens: int) -> float:
         """Of a pass of that many tokens, logits included."""
@@ -177,13 +187,13 @@ class StagePlan:
     @property
     def needed(self) -> float:
         """At the peak of the stage, RESERVE included."""
-        most = max(self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
+        most = max(self.kept + self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
         return RESERVE + sum(item.bytes for item in self.standing) + most
 
     @property
     def sampling_fits(self) -> bool:
         """True if there is room for sampling."""
-        return sum(item.bytes for item in self.sampling) <= self.available
+        return sum(item.bytes for item in self.sampling) <= self.available + self.kept
 
     @property
     def fits(self) -> bool:

@@ -1,4 +1,8 @@
-"""`python -m grpo_tasks.policy DIRECTORY`: merge the adapter of DIRECTORY/spec.json into DIRECTORY/model and result.json."""
+"""`python -m grpo_tasks.policy DIRECTORY`: merge the adapter of DIRECTORY/spec.json into DIRECTORY/model and result.json.
+
+Always on the CPU. The weights are in float32 there, two to seven times as large as those that were trained, so a card that
+trained the model may not hold them; and the bytes of the merged model depend on no card.
+"""
 
 from pathlib import Path
 

@@ -26,6 +26,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from grpo_tasks.kit.pinned import moved
+
 MAX_LEVELS = 32
 """How often a branch is looked into for further ones; conversations rarely branch more often."""
 
@@ -160,13 +162,6 @@ def _packed(
         predicting=moved(torch.tensor(sorted(set(predictors)), dtype=torch.long), device),
         scores_of=None if scores_of is None else moved(torch.tensor(scores_of), device),
     )
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait for the copy, for which CUDA needs pinned memory."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def token_batch(

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from grpo_tasks.kit.pinned import moved
+
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
 
@@ -92,7 +94,7 @@ class FoldedRows:
         for adapter in layer.active_adapters:
             rows: Tensor = layer.trainable_tokens_delta[adapter]
             # copy, not a new tensor: views of the weight see the new rows (fused_decoder.py).
-            index = torch.tensor(layer.token_indices[adapter], device=self.weight.device)
+            index = moved(torch.tensor(layer.token_indices[adapter]), self.weight.device)
             self.weight.index_copy_(0, index, rows.detach().to(self.weight))
 
 

@@ -174,7 +174,20 @@ class AddLowRank(torch.autograd.Function):
 def _low_rank_backward(grad: Tensor, x: Tensor, inner: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     # Gradients of x A^T [L, r], A [r, I] and B [O, r], from those of the result [L, O].
     d_inner = _scaled(grad, b, scale)
-    return d_inner, d_inner.T @ x.to(d_inner.dtype), _scaled(grad.T, inner, scale)
+    return d_inner, _token_sum(d_inner.T, x.to(d_inner.dtype)), _token_sum(grad.T, inner, scale)
+
+
+def _token_sum(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """A product [M, L] x [L, N] over the tokens of a pass, tens of thousands: of 16-bit factors a float32 sum, else as they are.
+
+    Rounded to 16 bits, a gradient would have 3 digits, and in float16 the first of all products to overflow.
+    """
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return _scaled(left, right, scale)
+    if left.device.type == "cpu":
+        return _scaled(left.float(), right.float(), scale)  # torch has no product with another dtype there
+    product = torch.mm(left, right, out_dtype=torch.float32)
+    return product if scale == 1.0 else product.mul_(scale)
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:

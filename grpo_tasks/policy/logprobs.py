@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.attention.shared_prompt import PackedRow, no_mask, use_shared_prompts
+from grpo_tasks.kit.pinned import moved
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.sharded import forward_pass
@@ -29,8 +30,12 @@ Layout = Literal["packed", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
 """Most logits that exist at once on a CPU (64 MiB in float32)."""
-CHUNK_ELEMENTS_GPU = 64 * 2**20
-"""On other devices (256 MiB): a GPU waits for the launch of each kernel, and small chunks need many."""
+CHUNK_ELEMENTS_GPU = 160 * 2**20
+"""On other devices (640 MiB): 1,024 rows of a vocabulary of 152k."""
+CHUNK_ROWS_GPU = 2048
+"""Most rows there; with more, a smaller vocabulary would take memory and gain nothing."""
+TILE = 256
+"""Rows of the largest tile in which a GPU computes a matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,7 @@ def completion_logprobs(
     def scored() -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         # Only the tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
         hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
-        limit = CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU
-        given = (OwnHead(model), hidden, targets, temperature)
-        return score_tokens(*given, entropy_gradients=entropy_gradients, hits=hits, chunk_elements=limit)
+        return score_tokens(OwnHead(model), hidden, targets, temperature, entropy_gradients=entropy_gradients, hits=hits)
 
     logps, entropies = forward_pass(model, scored)
     if layout == "packed" and packed.scores_of is not None:
@@ -139,14 +142,15 @@ def score_tokens(
     *,
     entropy_gradients: bool = False,
     hits: Float[Tensor, " M"] | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    rows: int | None = None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-probabilities of M tokens and entropies of their distributions (nats, float32), from the hidden states before them.
 
     The head makes logits [m, V] of hidden states [m, H], token by token; its `out_features` is V. `hits` gets 1 for each token
-    that the head ranks first, and 0 for the others. At most `chunk_elements` logits exist at once, in the backward pass too.
+    that the head ranks first, and 0 for the others. The logits of at most `rows` tokens exist at once, in the backward pass too;
+    by default as many as `chunk_rows` says.
     """
-    rows = max(1, chunk_elements // cast(int, head.out_features))
+    rows = rows or chunk_rows(cast(int, head.out_features), hidden.device)
     frozen = not any(parameter.requires_grad for parameter in head.parameters())
     if frozen and not entropy_gradients:
         logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, rows, hits)
@@ -173,6 +177,18 @@ def score_tokens(
     # A second run of a chunk writes the same hits again.
     scored = [checkpoint(score, chunk, wanted, found, use_reentrant=False) for chunk, wanted, found in chunks]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """Tokens whose logits exist at once.
+
+    A GPU computes each tile of a matrix product on a processor of its own, and has a hundred of them. The way back through the
+    head has few tiles, because its result [rows, H] is small; so 1,024 rows and more. A tile that is not full costs a whole one.
+    """
+    if device.type == "cpu":
+        return max(1, CHUNK_ELEMENTS // vocabulary)
+    rows = min(CHUNK_ROWS_GPU, CHUNK_ELEMENTS_GPU // vocabulary)
+    return rows - rows % TILE if rows > TILE else max(1, rows)
 
 
 def _split(hits: Float[Tensor, " M"] | None, targets: Int[Tensor, " M"], rows: int) -> "list[Tensor] | list[None]":
@@ -315,6 +331,9 @@ class _Rows(nn.Module):
     def __init__(self, head: TrainableTokensWrapper) -> None:
         super().__init__()
         self.__dict__["head"] = head
+        plain, adapter = head.original_module, head.token_adapter
+        # Here and not in the forward pass, which runs for each chunk of tokens.
+        self.indices = {name: moved(torch.tensor(ids), plain.weight.device) for name, ids in adapter.token_indices.items()}
 
     def forward(self, hidden: Tensor) -> Tensor:
         head: Any = self.__dict__["head"]
@@ -322,6 +341,5 @@ class _Rows(nn.Module):
         logits: Tensor = plain(given)  # [m, V]
         for name in () if head.disable_adapters else adapter.active_adapters:
             rows = adapter.trainable_tokens_delta[name].to(plain.weight.dtype)  # [R, H]
-            index = torch.tensor(adapter.token_indices[name], device=logits.device)
-            logits = logits.index_copy(1, index, torch.nn.functional.linear(given, rows).to(logits.dtype))
+            logits = logits.index_copy(1, self.indices[name], torch.nn.functional.linear(given, rows).to(logits.dtype))
         return logits.view(*hidden.shape[:-1], -1)

@@ -1,4 +1,7 @@
-"""Step: merge the last stage's adapter into the base model, in a child process, and prove that it is the same policy."""
+"""Step: merge the last stage's adapter into the base model, in a child process, and prove that it is the same policy.
+
+On the CPU, so it waits for no slot of a GPU (grpo_tasks/policy/__main__.py).
+"""
 
 import time
 
@@ -16,7 +19,6 @@ from schemas.results.model import PROOF_PROMPTS, PROOF_TOKENS, MergeFigures, Mer
     reads="model data.system_prompt interaction rollout.chat_template_kwargs "
     + " ".join(f"rollout.{name}" for name in Sampling.model_fields),
     retries=1,
-    device=True,
 )
 def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that keeps too little of what training changed raises an error

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2Config
 
+from grpo_tasks.grpo.learner import make_optimizer
 from grpo_tasks.planning.live_memory import LiveMemory
 from grpo_tasks.planning.memory_plan import GIB, META, Groups, PassCounts, StagePlan, count_pass, meta_policy
-from grpo_tasks.policy.logprobs import CHUNK_ELEMENTS_GPU, score_tokens
+from grpo_tasks.policy.logprobs import score_tokens
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -42,6 +44,8 @@ SIZES = ((1, 2), (1, 18), (4, 14), (16, 16))
 """Groups, and completions in each: passes of 2,600, 19,000, 59,000 and 270,000 tokens."""
 LAYERS = 24
 """Layers that counts of kernels are given for."""
+ADAPTED = 2 * 7 * SHAPE["num_hidden_layers"]
+"""Matrices of an adapter on all linear layers."""
 RANKS, GROUP_SIZES, LENGTHS = (16, 32), (8, 16), (64, 256, 1024)
 
 
@@ -158,14 +162,36 @@ def update_counts() -> Iterator[Count]:
     yield Count("padding_share, mixed lengths", "padded", 1.0, two.tokens / MIXED.tokens)
     yield Count("prompt_tokens_computed / prompt tokens", "G", 1.0, 1 + (whole.tokens - EVEN.tokens) / sum(EVEN.prompts))
     yield Count("attention calls with a dense mask", "every layer", 0, whole.masks)
-    yield Count("host_syncs to build and score a pass", "2-3", 0, float(sum(host_waits().values())))
+    waits = host_waits()
+    yield Count("host_syncs to build and score a pass", "2-3", 0, float(sum(waits["pass"].values())))
+    yield Count("copies of pageable memory, update and rollout", "-", 0, float(sum(pageable(waits).values())))
+    yield Count(f"kernels of an optimizer step, {ADAPTED} matrices", "3,920", 12, optimizer_kernels())
 
 
-def host_waits() -> dict[str, int]:
-    """What makes the host wait while passes are built and scored, on the pretend card, and how often."""
+def pageable(waits: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Those of `host_waits` that are copies to the device from memory that is not pinned."""
+    return {line: times for found in waits.values() for line, times in found.items() if line.endswith("of pageable memory")}
+
+
+def optimizer_kernels() -> int:
+    """Operations of a step on a card, for the adapter of all layers; one over all matrices counts as one."""
+    stage = StageConfig(name="s", rewards=["format"])
+    with FakeTensorMode():
+        adapter = [torch.nn.Parameter(torch.empty(4, 2, device="cuda")) for _ in range(ADAPTED)]
+        for matrix in adapter:
+            matrix.grad = torch.empty_like(matrix)
+        optimizer = make_optimizer(stage, adapter)
+        optimizer.step()  # the first one makes the moments
+        with LiveMemory() as memory:
+            optimizer.step()
+    return memory.kernels
+
+
+def host_waits() -> dict[str, dict[str, int]]:
+    """What makes the host wait in a "pass" that is built and scored, and in a "rollout", on the pretend card, and how often."""
     command = [sys.executable, "-m", "tests.benchmarks.count_waits"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
     return found
 
 
@@ -176,7 +202,10 @@ def decode_rows() -> Iterator[Count]:
     yield Count(f"kernels_per_decode_step, {LAYERS} layers", "689-857", 650, found["kernels_per_decode_step"])
     yield Count("the same, adapter apart from 16-bit weights", "-", 650, found["kernels_per_decode_step_adapter"])
     yield Count("host_syncs_per_decode_step", "2", 0.15, found["host_syncs_per_decode_step"])
-    yield Count("captures of a rollout, 64 rows", "16", 1, found["captures_per_rollout"])
+    yield Count("captures, first rollout of 64 rows", "16", 1, found["captures_of_the_first_rollout"])
+    yield Count("captures, the two rollouts after it", "32", 0, found["captures_of_a_later_rollout"])
+    yield Count("passes over the logits per token", "15", 3, found["passes_per_token"])
+    yield Count("bytes that outlive a rollout of 64 x 512 tokens, MiB", "a batch, by chance", 1100, found["kept_bytes"] / MIB)
 
 
 def head_kernels(tokens: int = 10_000) -> int:
@@ -185,7 +214,7 @@ def head_kernels(tokens: int = 10_000) -> int:
     hidden = torch.empty(tokens, SHAPE["hidden_size"], device=META, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.long, device=META)
     with LiveMemory() as memory:
-        logps, _ = score_tokens(head, hidden, targets, temperature=1.0, chunk_elements=CHUNK_ELEMENTS_GPU)
+        logps, _ = score_tokens(head, hidden, targets, temperature=1.0)
         logps.sum().backward()
     return memory.kernels
 

@@ -1,10 +1,12 @@
 """A pretend accelerator: tensors with real numbers in the memory of the host, which say that they are on `card:0`.
 
 An operation on tensors of both places raises an error, as it does with CUDA. Wherever the host waits for the card, because of a
-number or of a copy that is not `non_blocking`, the line of our code is recorded in `WAITS`.
+number or of a copy that is not `non_blocking`, the line of our code is recorded in `WAITS`. So is a copy to the card that is
+`non_blocking` and comes from memory that is not pinned: CUDA may wait for it all the same (`PAGEABLE`).
 """
 
 import sys
+import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -22,6 +24,7 @@ WAITS = Counter()
 
 LOG = []
 """The lines that waited, in their order, and what a test adds."""
+PAGEABLE = "copy of pageable memory"
 
 # CUDA accepts these with tensors of both places: copies, and reads by an index on the host.
 BOTH_PLACES = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "lift_fresh", "set_"}
@@ -33,6 +36,33 @@ WAITING |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_d
 INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
+class Memory:
+    """Bytes on the card, from `watch` on."""
+
+    def __init__(self):
+        self.peak, self._storages = None, {}
+
+    def watch(self):
+        """Start, or forget the peak so far."""
+        self.peak = self.now
+
+    @property
+    def now(self):
+        """Of the storages that live; FSDP2 frees one by making it empty."""
+        self._storages = {key: storage for key, storage in self._storages.items() if storage() is not None}
+        return sum(storage().nbytes() for storage in self._storages.values())
+
+    def add(self, host):
+        """A tensor was made."""
+        if self.peak is not None:
+            storage = host.untyped_storage()
+            self._storages[storage._cdata] = weakref.ref(storage)
+            self.peak = max(self.peak, self.now)
+
+
+MEMORY = Memory()
+
+
 class OnCard(torch.Tensor):
     """A tensor on the card; `host` has its numbers."""
 
@@ -42,6 +72,7 @@ class OnCard(torch.Tensor):
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CARD
         )
         made.host = host
+        MEMORY.add(host)
         return made
 
     def tolist(self):
@@ -103,7 +134,9 @@ def _wait(function, args, kwargs, cards):
         blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
         if from_card and not to_card:
             return "copy to the host"
-        return "copy to the card" if to_card and not from_card and blocking else None
+        if from_card or not to_card:
+            return None
+        return "copy to the card" if blocking else None if hasattr(source, "pinned") else PAGEABLE
     if not cards:
         return None
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
@@ -136,6 +169,8 @@ def run(function, args, kwargs):
             return value.host
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "card" else value
 
+    if function is torch.ops.aten.mm.dtype:  # no CPU has it
+        function, args = torch.mm, [factor.host.to(args[2]) for factor in args[:2]]
     found = function(*tree_map(host, args), **tree_map(host, kwargs))
     if not on_card:
         return found
@@ -150,12 +185,19 @@ def run(function, args, kwargs):
     return tree_map(carded, found)
 
 
-class _FromNumbers(TorchFunctionMode):
-    """torch.tensor fills the memory of its device itself, past the dispatcher; here on the host, and then it moves."""
+class _OnHost(TorchFunctionMode):
+    """torch.tensor fills the memory of its device itself, past the dispatcher; here on the host, and then it moves.
+
+    Pinned memory is a mark here. Without CUDA torch has none.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
+        if function is torch.Tensor.pin_memory or kwargs.pop("pin_memory", False):
+            pinned = args[0].clone() if function is torch.Tensor.pin_memory else function(*args, **kwargs)
+            pinned.pinned = True
+            return pinned
         if function is torch.tensor and device is not None and _is_card(device):
             del kwargs["device"]
             return function(*args, **kwargs).to(device)
@@ -165,7 +207,7 @@ class _FromNumbers(TorchFunctionMode):
 @contextmanager
 def card():
     """Inside it, tensors can be made on the card."""
-    with _FromNumbers(), Card():
+    with _OnHost(), Card():
         yield
 
 

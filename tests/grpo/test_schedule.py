@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_tasks.grpo.learner import make_optimizer, make_scheduler
 from grpo_tasks.grpo.rounds import Mixture, PromptSchedule
@@ -44,6 +45,13 @@ def test_learning_rate_warms_up_and_follows_its_schedule(kind, wanted):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", False)])
+def test_adamw_is_fused_on_a_card_and_exact_on_a_cpu(device, fused):
+    with FakeTensorMode():
+        optimizer = make_optimizer(StageConfig(name="s", rewards=["format"]), [torch.nn.Parameter(torch.zeros(3, device=device))])
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(fused, None)]
 
 
 def mixed(weights, sizes, per, seed=3):

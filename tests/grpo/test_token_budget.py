@@ -163,7 +163,7 @@ def measured(stages, memory, name="stage", *, sharded=False, **settings):
     spec = StageSpec.load(directory.spec)
     policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
     policies = Policies(policy, spec, Ranks(Accelerator(cpu=True)))
-    policies.sharded = sharded
+    policies.mesh = object() if sharded else None
     memory.sizes.clear()
     given = with_token_budget(spec, policy, 40, memory.total), policies, directory, Events(directory.events, writes=True)
     return with_measured_budget(*given, 40, NoEngine()).max_tokens_per_microbatch, directory

@@ -1,17 +1,20 @@
 """Layers that keep and compute less against those of peft and transformers, for several architectures with random weights."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_tasks.attention import packed_attention as cpu_kernel
 from grpo_tasks.policy.lean_layers import (
     AdaptedLinear,
     AddLowRank,
+    GatedDown,
     LeanAdapter,
     LeanMlp,
     LeanNorm,
@@ -167,6 +170,58 @@ def test_the_gradients_are_those_of_finite_differences():
             return AdaptedLinear.apply(x, weight, bias, a, b, 0.7)
 
         assert torch.autograd.gradcheck(adapted_linear, (x, a, b))
+
+
+LOW_RANK = {
+    "linear": lambda x, weight, a, b: AdaptedLinear.apply(x, weight, None, a, b, 2.0),
+    "down": lambda x, weight, a, b: GatedDown.apply(x, x, "silu", weight, None, a, b, 2.0),
+    "added": lambda x, weight, a, b: AddLowRank.apply(x @ weight.T, x, a, b, 2.0),
+}
+
+
+class Products(TorchDispatchMode):
+    """The dtype of every matrix product, by the shape of the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            self.dtypes.setdefault(tuple(found.shape), set()).add(found.dtype)
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", LOW_RANK)
+def test_a_card_sums_gradients_of_low_rank_matrices_in_float32(kind, dtype):
+    x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((1, 50, 24), (36, 24)))
+    a, b = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((4, 24), (36, 4)))
+    with Products() as products:
+        LOW_RANK[kind](x.requires_grad_(), weight, a, b).sum().backward()
+    assert products.dtypes[4, 24] == products.dtypes[36, 4] == {torch.float32}
+    # Of the token by token products nothing is summed over the pass.
+    assert products.dtypes[50, 4] == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_low_rank_matrices_keep_more_than_16_bits(dtype):
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(*shape).to(dtype) for shape in ((4096, 24), (36, 24), (4096, 36)))
+    a, b = torch.randn(4, 24, requires_grad=True), torch.randn(36, 4, requires_grad=True)
+    AdaptedLinear.apply(x, weight, None, a, b, 1.0).backward(grad)
+    d_inner, inner = grad @ b.to(dtype), x @ a.to(dtype).T
+    for found, left, right in ((a.grad, d_inner.T, x), (b.grad, grad.T, inner)):
+        exact = left.double() @ right.double()
+
+        def error(of, exact=exact):
+            return ((of.double() - exact).norm() / exact.norm()).item()
+
+        # As cuBLAS may cut the sum by default: each part is rounded to 16 bits, and so is their sum.
+        parts = [one @ other for one, other in zip(left.chunk(8, dim=1), right.chunk(8), strict=True)]
+        assert error(found) < 1e-6
+        assert error(functools.reduce(torch.add, parts)) > 100 * error(found)
 
 
 def test_layers_are_replaced_once_and_stay_what_they_were():

@@ -1,11 +1,21 @@
+import gc
+import weakref
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.planning.live_memory import LiveMemory
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.load import compile_layers
-from grpo_tasks.policy.logprobs import completion_logprobs, score_tokens
+from grpo_tasks.policy.load import checkpoint_layers, compile_layers, new_policy
+from grpo_tasks.policy.logprobs import chunk_rows, completion_logprobs, score_tokens
+from schemas.config.model import ModelConfig
 from tests.attention.test_packed_attention import MODELS, model_of
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "vdot", "linalg_vecdot", "matmul")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 
 
 @pytest.fixture
@@ -75,6 +85,36 @@ def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch, l
     torch.testing.assert_close(gradients(policy), gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+def test_many_layers_are_compiled_within_the_compilers_limit(monkeypatch, batch):
+    torch._dynamo.reset()
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compile_module(module, backend="eager", **options))
+    config = Qwen2Config(**SMALL, num_hidden_layers=torch._dynamo.config.recompile_limit + 2)
+    policy = new_policy(AutoModelForCausalLM.from_config(config).requires_grad_(False), ModelConfig()).train()
+    compile_layers(policy)
+    # At the limit the compiler only warns, and leaves the code to Python.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        completion_logprobs(policy, batch, temperature=1.0)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(151_936, 1024), (262_144, 512), (32_000, 2048), (10**9, 1)])
+def test_a_chunk_of_the_head_fills_a_card(vocabulary, rows):
+    assert chunk_rows(vocabulary, torch.device("cuda")) == rows
+
+
+def test_a_frozen_head_multiplies_matrices_by_its_weights_only():
+    head = torch.nn.Linear(64, 40_000, bias=False, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    hidden = torch.empty(3000, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with LiveMemory() as memory:
+        logps, _ = score_tokens(head, hidden, torch.zeros(3000, dtype=torch.long, device="meta"), temperature=1.0)
+        logps.sum().backward()
+    # Two chunks, there and back. An entropy as a product of a row and a column is one tile of a hundred thousand steps.
+    assert {name: times for name, times in memory.operations.items() if name in PRODUCTS} == {"mm": 4}
+
+
 class Capped(torch.nn.Linear):
     def forward(self, hidden):
         return 3.0 * torch.tanh(super().forward(hidden) / 3.0)
@@ -96,7 +136,7 @@ def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
         head.requires_grad_(trained)
         given = hidden.clone().requires_grad_()
         calls.clear()
-        logps, entropies = score_tokens(head, given, targets, temperature=temperature, chunk_elements=150)
+        logps, entropies = score_tokens(head, given, targets, temperature=temperature, rows=3)
         (logps * factor).sum().backward()
         found[trained] = logps.detach(), entropies.detach(), given.grad
         if not trained:
@@ -105,7 +145,7 @@ def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     head.requires_grad_(False)
     with torch.no_grad():
-        assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, chunk_elements=150)[0], logps)
+        assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, rows=3)[0], logps)
 
 
 @pytest.mark.parametrize("layout", ["packed", "plain"])
@@ -119,3 +159,26 @@ def test_autocast_does_not_round_a_frozen_models_scores(batch, layout):
         scores = getattr(found, name)[batch.completion_mask]
         assert (scores.bfloat16() != scores).any()
         torch.testing.assert_close(scores, getattr(exact, name)[batch.completion_mask], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_packed_row_goes_with_its_backward_pass(policy, prompts, checkpointed, monkeypatch):
+    left, made = [], PackedAttention.__init__
+
+    def record(attention, *given):
+        made(attention, *given)
+        left.append(weakref.ref(attention))
+
+    monkeypatch.setattr(PackedAttention, "__init__", record)
+    if checkpointed:
+        checkpoint_layers(policy)
+    policy.train()
+    gc.disable()  # what lies in a cycle would stay on a card until Python looks for cycles
+    try:
+        batch = token_batch(prompts, [[7, 8, 9]] * 4, range(4), device=torch.device("cpu"))
+        left += [weakref.ref(tensor) for tensor in (batch.completion_ids, batch.packed.ids)]
+        completion_logprobs(policy, batch, temperature=1.0).logps.sum().backward()
+        del batch
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()

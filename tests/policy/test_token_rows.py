@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, save_for_server, save_trained, trainable_policy
-from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.logprobs import OwnHead, completion_logprobs, score_tokens
 from grpo_tasks.policy.merge import merge
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.model import MergeSpec, ModelRef
 from tests.attention.test_packed_attention import SMALL
+from tests.benchmarks.count_decode import Reads
 
 CPU = torch.device("cpu")
 TOKENS = ["<ask>", {"token": "<search>", "special": True}]
@@ -49,6 +50,14 @@ def trained(ref, config):
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return policy.eval()
+
+
+def test_a_chunk_of_the_head_brings_no_numbers_to_the_device(trained):
+    head, folded, hidden = OwnHead(trained), FoldedPolicy(trained), torch.randn(7, trained.config.hidden_size)
+    with Reads() as reads, torch.no_grad():
+        score_tokens(head, hidden, torch.zeros(7, dtype=torch.long), temperature=1.0, rows=2)
+        folded.sync()
+    assert reads.count == 0
 
 
 def sample(ref, config):
