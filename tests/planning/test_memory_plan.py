@@ -147,7 +147,7 @@ def assert_foretells_passes(plan, sizes=counts.SIZES):
     assert plan.update(fitting) <= plan.available < plan.update(fitting + 2)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_plan_foretells_passes_of_every_size(checkpointing):
     architecture = counts.architecture(2, "qwen2.5-0.5b")
     assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing), ((1, 3), (1, 18), (4, 14)))
