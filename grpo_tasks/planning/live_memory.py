@@ -26,8 +26,8 @@ from grpo_tasks.policy import lean_layers
 VIEWS = frozenset(
     """
     _record_function_enter_new _record_function_exit _reshape_alias _unsafe_view alias as_strided chunk detach device diagonal
-    empty empty_like empty_strided expand lift_fresh narrow new_empty permute reshape select slice split split_with_sizes squeeze t
-    transpose unbind unsafe_split unsqueeze view view_as
+    empty empty_like empty_strided expand lift_fresh narrow new_empty permute reshape select slice split split_with_sizes squeeze
+    t transpose unbind unsafe_split unsqueeze view view_as
     """.split()  # noqa: SIM905 - easier to read than 30 literals
 )
 """Operations that only change how memory is read, reserve it, or are for the host alone: no kernel runs for them."""
