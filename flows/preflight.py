@@ -258,4 +258,5 @@ def check_installed(config: RunConfig) -> None:
         needed += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []
     for place, library in needed:
         if importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{library} is not installed", place=place, fix=f"pip install '.[{EXTRAS[library]}]'")
+            fix = f"pip install -c deploy/constraints.txt '.[{EXTRAS[library]}]'"
+            raise ConfigError(f"{library} is not installed", place=place, fix=fix)

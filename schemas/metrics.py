@@ -189,6 +189,18 @@ TOKENS_PER_S = _update(
 )
 STEP_TIME = _update("step_time", "duration of the update", "s", "lower")
 ROLLOUT_TIME = _update("rollout_time", "time the update spent sampling", "s", "lower")
+HOST_WAIT = _update(
+    "update/host_wait_time",
+    "time the host waited for the GPU before it could read the figures of the update and the norm of its gradient",
+    "s",
+)
+GPU_IDLE = _update(
+    "update/gpu_idle_time",
+    "time the GPU was idle while the host built microbatches; gaps within a pass are not measured",
+    "s",
+    "lower",
+    "near step_time: the host is the bottleneck; larger microbatches, or fewer processes on its cores",
+)
 TURNS = _update("conversations/turns", "turns of the policy in a conversation, on average")
 ENVIRONMENT_TOKENS = _update(
     "conversations/environment_tokens", "share of the tokens after the prompt that tools and environments said", "", "neither"

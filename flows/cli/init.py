@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.cli.environment import prepare_environment, report_errors
-from flows.cli.show import say
+from flows.cli.show import say, tell
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
 
     from grpo_tasks.data.proposal import propose
 
-    say(f"columns: {', '.join(found.columns)}")
+    tell(f"columns: {', '.join(found.columns)}")
     choice = found.choice
     column = ask("Column with the question or the chat", str(choice.chat or choice.question))
     proposed = _REPLY if choice.reply_is_truth else choice.answer or "-"
@@ -110,13 +110,13 @@ def _show(found: "Proposal", target: Path) -> None:
     prompt = f"chat {choice.chat}" if choice.chat else f"question {choice.question}"
     context = f" with {', '.join(name.rstrip('?') for name in choice.context)}" if choice.context else ""
     truth = _REPLY if choice.reply_is_truth else choice.answer or "none"
-    say(f"{found.rows:,} rows; {prompt}{context}; ground truth {truth}")
+    tell(f"{found.rows:,} rows; {prompt}{context}; ground truth {truth}")
     for reason in found.reasons:
-        say(f"  refused: {reason}")
+        tell(f"  refused: {reason}")
     for name, why in found.left_out:
-        say(f"  left out: {name} ({why})")
+        tell(f"  left out: {name} ({why})")
     for one in found.commas:
-        say(f"  {one}")
+        tell(f"  {one}")
     say(f"written: {target}")
     for command in ("validate", "rewards", "run"):
         say(f"  grpo {command} {target}")

@@ -1,6 +1,7 @@
 """Commands that only read: runs, models, completions, presets, fields, one row of a run, what a run needs, this machine."""
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,7 @@ from rich.markup import escape
 
 from flows.cli.environment import prepare_environment, report_errors
 from flows.cli.options import Config, Set, TrackingUri, Wide, parse_size
+from flows.cli.progress import shown_progress
 from flows.cli.show import hint, out, pipe_row, say, show
 from grpo_tasks.content.places import row_place
 from schemas.config.load import PRESETS, find_config, load_config, tracking_at
@@ -42,10 +44,11 @@ def runs(
 ) -> None:
     """List the newest runs with their figures. `grpo compare` takes two of them by the first column."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.tracking.past_runs import recent_runs
+        with shown_progress("reading the runs"):
+            prepare_environment()
+            from grpo_tasks.tracking.past_runs import recent_runs
 
-        found = recent_runs(tracking_at(tracking_uri), limit)
+            found = recent_runs(tracking_at(tracking_uri), limit)
         if not found:
             say("no runs yet: grpo run CONFIG makes one")
             return
@@ -68,10 +71,11 @@ def models(
 ) -> None:
     """List registered models: versions, aliases and figures."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.tracking.past_runs import registered_versions
+        with shown_progress("reading the registered models"):
+            prepare_environment()
+            from grpo_tasks.tracking.past_runs import registered_versions
 
-        found = registered_versions(tracking_at(tracking_uri), name)
+            found = registered_versions(tracking_at(tracking_uri), name)
         if not found:
             say("no registered models yet: grpo run CONFIG registers one")
             return
@@ -272,13 +276,15 @@ def plan(
     override: Set = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU, for example 24GB or 80GiB.")] = "24GB",
 ) -> None:
-    """Calculate the GPU memory that each stage needs; the exit status is 1 if a stage does not fit."""
+    """Calculate the GPU memory that each stage needs; the exit status is 1 if a stage does not fit, or if this machine has a
+    GPU that torch cannot use."""
     with report_errors():
         size, settings = parse_size(memory), load_config(config, override)
         # Before anything else imports transformers.
         from grpo_tasks.processes.fork_server import import_libraries
 
         import_libraries()
+        from grpo_tasks.kit.cards import check_cards
         from grpo_tasks.planning.memory_plan import stage_plans
 
         plans = stage_plans(settings, size)
@@ -287,6 +293,7 @@ def plan(
             rows = [
                 *((item.what, f"{item.bytes / GIB:.2f}") for item in plan.standing),
                 *((f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}") for item in plan.sampling),
+                *([("in an update: kept from sampling", f"{plan.kept / GIB:.2f}")] if plan.kept else []),
                 (f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-"),
                 ("kept free", f"{plan.reserve / GIB:.2f}"),
                 ("needed", f"{plan.needed / GIB:.2f}"),
@@ -297,11 +304,18 @@ def plan(
                 say(f"It fits into {size / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
             else:
                 out.print(f"[red]It does not fit into {size / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
+        if settings.resources.device != "cpu":
+            check_cards()
         if not all(each.fits for each in plans):
             raise typer.Exit(1)
 
 
 def _advice(plan: "StagePlan") -> str:
+    from schemas.config.rollout import VllmConfig
+
+    elsewhere = {"engine": "vllm", "vllm": VllmConfig(base_urls=["http://server:8000"])}
+    if plan.resources.fsdp and replace(plan, rollout=plan.rollout.model_copy(update=elsewhere)).fits:
+        return "rollout.engine: vllm with rollout.vllm.base_urls, because the local engine has a complete copy on each card"
     if plan.fitting_tokens and not plan.sampling_fits:
         return "rollout.max_batch_size: a smaller one"
     if plan.fitting_tokens:

@@ -178,10 +178,11 @@ def _read() -> str | None:
 def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
     """Show where a registered model came from: run, data, rewards, config, commit, environment."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.tracking.registry import lineage_of
+        with shown_progress("reading the model's record"):
+            prepare_environment()
+            from grpo_tasks.tracking.registry import lineage_of
 
-        found = lineage_of(model, tracking_at(tracking_uri))
+            found = lineage_of(model, tracking_at(tracking_uri))
         facts = found.model_dump(exclude={"name", "version", "packages"})
         rows = [
             *((name.replace("_", " "), ", ".join(fact) if isinstance(fact, list) else str(fact)) for name, fact in facts.items()),
@@ -202,14 +203,16 @@ def compare(
 ) -> None:
     """Compare two runs: settings, paired evaluation differences, curves, completions on which they disagree."""
     with report_errors(reads=True):
-        prepare_environment()
-        from grpo_tasks.report import compare_runs, write_comparison
-        from grpo_tasks.tracking.past_runs import load_past_run
+        with shown_progress("comparing the runs"):
+            prepare_environment()
+            from grpo_tasks.report import compare_runs, write_comparison
+            from grpo_tasks.tracking.past_runs import load_past_run
 
-        tracking = tracking_at(tracking_uri)
-        found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
+            tracking = tracking_at(tracking_uri)
+            found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
+            page = write_comparison(found, into.resolve())
         show_comparison(found)
-        say(f"page: {write_comparison(found, into.resolve())}")
+        say(f"page: {page}")
 
 
 def show_comparison(found: "Comparison") -> None:

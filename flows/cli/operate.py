@@ -10,6 +10,7 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow, report_errors
 from flows.cli.options import MlflowPort, Postgres, PrefectPort, TrackingUri, Workers, parse_age
+from flows.cli.progress import shown_progress
 from flows.cli.show import out, say, show
 from schemas.config.load import tracking_at
 from schemas.results.base import Section
@@ -64,10 +65,11 @@ def clean(
     """List what runs, caches and servers have left on this disk, or remove some of it. What is in use stays."""
     with report_errors():
         age_s = 0.0 if older_than is None else parse_age(older_than)
-        prepare_environment()
-        from grpo_tasks.operating import clean as room
+        with shown_progress("measuring what lies here"):
+            prepare_environment()
+            from grpo_tasks.operating import clean as room
 
-        found = room.find(runs, Path.cwd(), tracking_at(tracking_uri))
+            found = room.find(runs, Path.cwd(), tracking_at(tracking_uri))
         kinds: list[room.Kind] = ["superseded", "remains"] if superseded else []
         kinds += ["cache"] if caches else []
         if not (names or kinds or older_than):

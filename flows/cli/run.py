@@ -10,12 +10,13 @@ import typer
 from flows.cli.environment import checked_config, named_config, prepare_environment, prepare_flow, prepare_step, report_errors
 from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set, Wide
 from flows.cli.progress import shown_progress
-from flows.cli.show import say, show
+from flows.cli.show import say, show, tell
 from grpo_tasks.lab.report import advice, fixes, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 from schemas.metrics import REWARD
+from schemas.paths import EMBEDDED
 from schemas.results.base import Section
 from schemas.results.evaluation import evaluation_section
 
@@ -113,7 +114,7 @@ def show_plan(config: RunConfig, notes: Sequence[str] = ()) -> None:
     decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
     rows.append(("publish_model", f"{config.registered_model}, decided by {decides}{person}"))
     show(Section(title=f"Plan of {config.name} (nothing was run)", columns=("step", "details"), rows=rows))
-    say(*(f"note: {note}" for note in notes))
+    tell(*(f"note: {note}" for note in notes))
 
 
 def describe_difficulty(config: RunConfig) -> str:
@@ -195,35 +196,39 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
     with report_errors():
         settings = checked_config(config, override)
         report: DataReport = _one_step("validate", "reading the data", settings, device=False, fresh=fresh)
-        say(
+        tell(
             f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
             f"{report.quarantined:,} quarantined"
             + (f", {report.duplicates:,} left out as duplicates" if report.duplicates else ""),
             *(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})" for rule in report.rules if rule.rows),
         )
         lengths = report.prompt_tokens
-        say(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
+        tell(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
         say(f"report: {report.directory / 'report.md'}")
 
 
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Run the reward lab: test every reward function of every stage before any training."""
     with report_errors():
-        report: LabReport = _one_step("rewards", "testing the rewards", checked_config(config, override), fresh=fresh)
+        settings = checked_config(config, override)
+        report: LabReport = _one_step("rewards", "testing the rewards", settings, fresh=fresh)
         counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
         say("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
-        say(*(f"  not checked: {line}" for line in report.left_out))
+        tell(*(f"  not checked: {line}" for line in report.left_out))
         found, what_to_do = opinions(report.checks)
         if found:
             rows = [(where, check, f"{what} ({probe})" if probe else what) for where, check, what, probe in found]
             show(Section(columns=("where", "check", "found"), rows=rows))
-            say(*(f"  fix {line}" for line in fixes(report.checks)), what_to_do)
+            tell(*(f"  fix {line}" for line in fixes(report.checks)), what_to_do)
         for forecast in report.forecasts:
-            say(
+            tell(
                 f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
                 f"mean reward {forecast.mean_reward:.2f}"
             )
-        say(*advice(report.forecasts), f"report: {report.directory / 'report.md'}")
+        tell(*advice(report.forecasts))
+        if settings.model.path.startswith(EMBEDDED) and report.forecasts and not report.forecasts[0].share_with_signal:
+            tell(f"{settings.model.path} is a tiny model that knows small sums only. fix: set model.path to your base model")
+        say(f"report: {report.directory / 'report.md'}")
 
 
 def difficulty(config: Config, override: Set = None, fresh: Fresh = False, wide: Wide = False) -> None:

@@ -4,6 +4,7 @@ A table fits the terminal. Where its columns do not, those that matter least are
 A pipe gets all columns as lines of tab-separated cells, which grep, cut and a spreadsheet can read.
 """
 
+import textwrap
 from collections.abc import Sequence
 
 import typer
@@ -26,6 +27,15 @@ def say(*lines: str) -> None:
     """Print lines as they are, neither wrapped nor coloured nor read as markup."""
     for line in lines:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def tell(*lines: str) -> None:
+    """Print sentences: in a terminal broken between words, further lines below the first one's text; elsewhere a line each."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        # A path that is longer than the line stays whole: it is to be copied.
+        how = textwrap.TextWrapper(out.width - 1, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+        say(how.fill(line) if out.is_terminal and line else line)
 
 
 def hint(*lines: str) -> None:

@@ -43,7 +43,9 @@ def cluster_address(address: str) -> str:
             fix="run `ray start --address HOST:6379 --num-cpus 0` on this machine, then name that HOST:PORT",
         )
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray is not installed", place="resources.cluster.engine", fix="pip install 'grpo-pipeline[ray]'")
+        raise ConfigError(
+            "Ray is not installed", place="resources.cluster.engine", fix="pip install -c deploy/constraints.txt '.[ray]'"
+        )
     return found
 
 

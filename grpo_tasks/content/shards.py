@@ -86,7 +86,8 @@ def _names(source: DataSource) -> list[str]:
     if is_pattern(source.path):
         names = sorted(name for name in glob.iglob(source.path, recursive=True) if not os.path.isdir(name))  # noqa: PTH112, PTH207
         if not names:
-            raise DataError("no file matches the pattern", place=source.path, fix="paths are relative to the working directory")
+            fix = f"paths are relative to the working directory, {Path.cwd()}"
+            raise DataError("no file matches the pattern", place=source.path, fix=fix)
         return _limited(names, source)
     if source.format == "hub" or not folder.is_dir():
         return [source.path]

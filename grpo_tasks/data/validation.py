@@ -19,7 +19,7 @@ from grpo_tasks.content.places import place_in, row_place
 from grpo_tasks.content.shards import shards_of
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
-from grpo_tasks.data.judge import EXACT_ROWS, RowVerdict, judge
+from grpo_tasks.data.judge import EXACT_ROWS, RowVerdict, is_held_out, judge
 from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.records import ALPACA
 from grpo_tasks.data.rules import BY_NAME
@@ -76,6 +76,7 @@ def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callab
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     commas = [str(one) for one in verdict.commas if config.data.number_format == "auto"]
     warnings = [*notes, *commas, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
+    warnings += split_warnings(verdict, config)
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
@@ -178,6 +179,22 @@ def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
                 f"{count:,} prompts contain the stop string {stop!r}; a completion that repeats its prompt ends there"
             )
     return warnings
+
+
+def split_warnings(verdict: RowVerdict, config: RunConfig) -> list[str]:
+    """A warning where `data.eval_fraction` of these rows was fewer than `min_eval_rows`, or left fewer than `min_train_rows`."""
+    held, least = verdict.split("eval").height, config.validation
+    if config.data.eval or (held != least.min_eval_rows and verdict.accepted.height - held != least.min_train_rows):
+        return []
+    fraction = config.data.eval_fraction
+    by_share = sum(is_held_out(one, fraction=fraction, seed=config.seed) for one in verdict.accepted["prompt_id"])
+    if by_share == held:
+        return []
+    field = "min_eval_rows" if by_share < held else "min_train_rows"
+    return [
+        f"{held:,} of {verdict.accepted.height:,} rows are held out, because of validation.{field}: {getattr(least, field)}; "
+        f"data.eval_fraction: {fraction:g} alone holds out {by_share:,}"
+    ]
 
 
 def _render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:

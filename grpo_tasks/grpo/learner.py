@@ -1,10 +1,11 @@
 """The learner: microbatches in, one optimizer step out. It owns the optimizer and the learning rate."""
 
+import gc
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, off_policy_mask, policy_loss, sampling_correction
-from grpo_tasks.grpo.measure import UpdateFigures
-from grpo_tasks.grpo.microbatches import Microbatch
+from grpo_tasks.grpo.measure import UpdateFigures, Waits
+from grpo_tasks.grpo.microbatches import Microbatch, Microbatches, OldLogps
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.kit.progress import Count
@@ -23,6 +24,8 @@ from grpo_tasks.policy.logprobs import TokenScores
 from grpo_tasks.policy.sharded import gather_shards
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError, NotFiniteError, TrainingError
+
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
@@ -36,9 +39,13 @@ class Learner:
     """Number of updates of the stage, for the schedule of the learning rate."""
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: LRScheduler = field(init=False)
+    waits: Waits = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)
+    _halvings: int = field(init=False, default=0)
+    """How often microbatches are halved, because larger ones did not fit into memory."""
 
     def __post_init__(self) -> None:
+        self.waits = Waits(self.ranks.accelerator.device)
         # Found once, and after sharding, which replaces the parameters.
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self.stage, self._trained)
@@ -57,27 +64,36 @@ class Learner:
         """Multiplies the loss in float16, so that small gradients do not become 0; None for other dtypes."""
         return self.ranks.accelerator.scaler
 
-    def update(
-        self, microbatches: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "_ _"]] | None, *, measure_kl: bool = False
-    ) -> UpdateFigures:
+    def update(self, microbatches: Microbatches, old_logps: OldLogps, *, measure_kl: bool = False) -> UpdateFigures:
         """One optimizer step over the microbatches of an update; without any, when every group is dead, no weight moves.
 
-        `old_logps` has the log-probabilities under the policy that sampled; None when that is the present one. `NotFiniteError`
-        where loss or gradient is not finite: no weight was moved. `TrainingError` where the completions come from another policy.
+        `NotFiniteError` where loss or gradient is not finite: no weight was moved. `TrainingError` where the completions come
+        from another policy, and where not even the pass of a single completion fits into memory.
         """
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.has_kl_term or measure_kl else None)
+        rate, halvings = float(self.optimizer.param_groups[0]["lr"]), self._halvings
         if not self.model.training:
             self.model.train()
         # None instead of zeros: the first backward pass then writes the gradient instead of adding to it.
         self.optimizer.zero_grad(set_to_none=True)
         threshold = self._entropy_threshold(microbatches) if self.stage.top_entropy_quantile < 1 else None
-        count = Count("computing the gradient", len(microbatches), "microbatches")
-        for index, microbatch in enumerate(microbatches):
-            self._accumulate(microbatch, old_logps[index] if old_logps is not None else None, threshold, figures)
-            count.add()
+
+        def gradient(parts: Microbatches, old: OldLogps) -> UpdateFigures:
+            figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.has_kl_term or measure_kl else None)
+            count = Count("computing the gradient", len(parts), "microbatches")
+            for index, microbatch in enumerate(self.waits.as_built(parts)):
+                self._accumulate(microbatch, None if old is None else old[index], threshold, figures)
+                count.add()
+            return figures
+
+        found = self._in_memory(gradient, microbatches, old_logps)
+        figures = UpdateFigures(out_of_memory=found) if isinstance(found, str) else found
+        figures.halvings = self._halvings - halvings
+        with self.waits.for_numbers():
+            figures.read()
         # Before the step: every rank has to decide by the same figures whether to make it.
         figures = figures.over(self.ranks)
+        if figures.out_of_memory:
+            self._refuse_memory(figures.out_of_memory)
         try:
             # On all ranks or on none: `tokens` is the sum over the ranks, so a rank without microbatches joins in.
             if figures.tokens:
@@ -101,6 +117,41 @@ class Learner:
         # The scheduler sets the rates of the optimizer only at its next step, so the coming update needs them now.
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate * factor
+
+    def _in_memory(
+        self, work: Callable[[Microbatches, OldLogps], Found], microbatches: Microbatches, old_logps: OldLogps = None
+    ) -> Found | str:
+        """Do work on an update with microbatches that fit into memory; torch's message where not even single completions do.
+
+        A pass that does not fit leaves a part of its gradient, so all of the work is done again, with half of the completions in
+        each microbatch. Weights of tokens are those of the complete update, so its gradient is the same. Later updates of this
+        process begin with the halves. Ranks exchange nothing within the work, so each decides for itself. TrainingError with
+        sharded weights: all ranks gather them at once, and the others would wait for the passes of this one.
+        """
+        parts, old = microbatches, old_logps
+        for _ in range(self._halvings):
+            parts, old = parts.halved(old)
+        while True:
+            try:
+                return work(parts, old)
+            except torch.OutOfMemoryError as error:
+                # Without the hint about variables of the allocator.
+                message = str(error).partition(" If reserved")[0]
+            # Behind the block: the error holds the frames of the failed pass, and these its tensors.
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if self.policies.sharded:
+                raise TrainingError(
+                    f"a pass does not fit into memory, and with resources.fsdp it cannot be divided: {message}",
+                    place=f"stage {self.stage.name}",
+                    fix="a number for max_tokens_per_microbatch, below that of the event token_budget, or "
+                    "model.gradient_checkpointing: true; the same command then resumes from the last checkpoint",
+                )
+            if not parts.divisible:
+                return message
+            parts, old = parts.halved(old)
+            self._halvings += 1
 
     def _accumulate(
         self,
@@ -140,7 +191,8 @@ class Learner:
     ) -> LossInputs:
         bonus, mask = self.stage.entropy_coef > 0, microbatch.trained
         # On-policy the ratio is exactly 1 and its gradient that of logp: no second forward pass for pi_old.
-        old = scores.logps.detach() if old_logps is None else old_logps
+        # Padding on the right may be wider: that of the microbatch before it was halved.
+        old = scores.logps.detach() if old_logps is None else old_logps[:, : scores.logps.shape[1]]
         # Under the sampler's model alone, where that is known: top_p and the like would count as a change of the policy.
         sampler = microbatch.sampler_logps if microbatch.sampler_policy_logps is None else microbatch.sampler_policy_logps
         return LossInputs(
@@ -183,7 +235,8 @@ class Learner:
             scaler.unscale_(self.optimizer)
         # Clipping by infinity only measures the norm. A norm over shards is itself a sharded tensor.
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)
-        figures.grad_norm = float(gather_shards(norm))
+        with self.waits.for_numbers():
+            figures.grad_norm = float(gather_shards(norm))
         if scaler is not None:
             # No step when the scaled gradient overflowed: no fault, a scaler finds its scale that way.
             figures.loss_scale = scaler.get_scale()
@@ -198,6 +251,13 @@ class Learner:
         else:
             self._refuse(figures)
 
+    def _refuse_memory(self, message: str) -> NoReturn:
+        raise TrainingError(
+            f"the pass of a single completion does not fit into memory: {message}",
+            place=f"stage {self.stage.name}",
+            fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or a card that nothing else uses",
+        )
+
     def _refuse(self, figures: UpdateFigures) -> NoReturn:
         raise NotFiniteError(
             f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
@@ -206,12 +266,18 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _entropy_threshold(self, microbatches: Sequence[Microbatch]) -> Float[Tensor, ""] | None:
+    def _entropy_threshold(self, microbatches: Microbatches) -> Float[Tensor, ""] | None:
         """A quantile of the complete update, on all ranks."""
-        scored = [(microbatch, self.policies.scores(microbatch.tokens).entropies) for microbatch in microbatches]
-        # [N, T] -> [M]: padding has the entropy 0 and would shift the quantile.
-        mine = [entropies[microbatch.trained].cpu() for microbatch, entropies in scored if not microbatch.idle]
-        every_rank = [entropies for found in self.ranks.gather(mine) for entropies in found]
+
+        def entropies_of(parts: Microbatches, _: OldLogps) -> list[Tensor]:
+            scored = [(microbatch, self.policies.scores(microbatch.tokens).entropies) for microbatch in parts]
+            # [N, T] -> [M]: padding has the entropy 0 and would shift the quantile.
+            return [entropies[microbatch.trained].cpu() for microbatch, entropies in scored if not microbatch.idle]
+
+        found = self._in_memory(entropies_of, microbatches)
+        # Where not even that fits, the gradient does not either: the update ends with an error on all ranks.
+        mine = [] if isinstance(found, str) else found
+        every_rank = [entropies for each in self.ranks.gather(mine) for entropies in each]
         return entropy_threshold(torch.cat(every_rank), self.stage) if every_rank else None
 
 
@@ -233,7 +299,7 @@ def make_optimizer(stage: StageConfig, parameters: Sequence[torch.nn.Parameter])
         raise ConfigError(
             f"optim {stage.optim} needs bitsandbytes",
             place=f"stage {stage.name}",
-            fix="pip install '.[gpu]', or optim: adamw_torch",
+            fix="pip install -c deploy/constraints.txt '.[gpu]', or optim: adamw_torch",
         ) from error
     kind = adamw.PagedAdamW8bit if stage.optim.startswith("paged") else adamw.AdamW8bit
     return kind(parameters, **options)

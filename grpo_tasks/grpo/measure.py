@@ -1,9 +1,11 @@
 """The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,8 @@ from grpo_tasks.rewards.suite import Scores, mean_total, total_scores
 from grpo_tasks.rollout.engine import Completion, conversation_column
 from schemas import metrics as metric
 
+Built = TypeVar("Built")
+
 MAX_LOG_RATIO = 50.0
 """Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
 SUMMED = (
@@ -28,7 +32,7 @@ SUMMED = (
     "correction_squared", "off_policy", "hits",
 )  # fmt: skip
 """Figures that add up over microbatches and ranks."""
-LARGEST = ("mismatch_max", "mismatch_worst")
+LARGEST = ("mismatch_max", "mismatch_worst", "halvings", "out_of_memory")
 """Figures of which the largest counts."""
 
 
@@ -62,6 +66,10 @@ class UpdateFigures:
     """Trained tokens that the policy ranks first, in a supervised update."""
     skipped: bool = False
     """The scaled gradient overflowed and no step was made."""
+    halvings: int = 0
+    """How often this update halved its microbatches, because they did not fit into memory."""
+    out_of_memory: str = ""
+    """What torch says where not even single completions fit."""
     _unread: list[tuple[tuple[str, ...], Float[Tensor, " _"]]] = field(default_factory=list, repr=False)
     """Names and values of the microbatches that were added."""
 
@@ -75,7 +83,7 @@ class UpdateFigures:
     ) -> None:
         """Add the tokens of a microbatch. `ref_logps` is given whenever the KL is measured, also at beta 0.
 
-        The numbers stay on the device until `over` reads them all at once: each read makes the host wait for the device.
+        The numbers stay on the device until `read` takes them all at once: each read makes the host wait for the device.
         """
         mask = inputs.mask
         found = {
@@ -120,9 +128,8 @@ class UpdateFigures:
     def _keep(self, found: Mapping[str, Tensor]) -> None:
         self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))
 
-    def over(self, ranks: Ranks) -> "UpdateFigures":
-        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
-        # What `add` left on the device, microbatch by microbatch.
+    def read(self) -> None:
+        """Take from the device what `add` left there, microbatch by microbatch."""
         numbers = iter(torch.cat([values for _, values in self._unread]).tolist() if self._unread else ())
         for names, _ in self._unread:
             for name, value in zip(names, numbers, strict=False):
@@ -133,6 +140,10 @@ class UpdateFigures:
                 elif name != "mismatch" or self.mismatch is not None:
                     setattr(self, name, (getattr(self, name) or 0.0) + value)
         self._unread.clear()
+
+    def over(self, ranks: Ranks) -> "UpdateFigures":
+        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
+        self.read()
         if ranks.count == 1:
             return self
         every_rank = ranks.gather(self)
@@ -292,6 +303,60 @@ def completions_table(
             **pass_rate_columns(rows),
         }
     )
+
+
+class Waits:
+    """How long host and GPU wait for each other in an update; on other devices nothing is measured.
+
+    The host launches a pass, builds the next microbatch while the GPU computes, and launches that:
+
+        host   | build 1 | launch 1 | build 2 | launch 2 |   read the figures
+        GPU       idle   |       pass 1     |     pass 2         |
+
+    A mark on the GPU's own clock stands before and behind each build. The time between the two is 0 while the GPU still computes
+    the pass before, else the time that it is idle. Pauses between the kernels of a pass are not measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = 0.0
+        self._builds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def as_built(self, microbatches: Iterable[Built]) -> Iterator[Built]:
+        """The microbatches of an update, which are built as they are asked for."""
+        self._builds = []
+        if not self._cuda:
+            yield from microbatches
+            return
+        before = _mark()
+        for microbatch in microbatches:
+            self._builds.append((before, _mark()))
+            yield microbatch
+            before = _mark()
+
+    @contextmanager
+    def for_numbers(self) -> Iterator[None]:
+        """Around a read of numbers, for which the host waits."""
+        began = time.perf_counter()
+        yield
+        self._host += time.perf_counter() - began
+
+    def figures(self) -> dict[str, float]:
+        """Of the update whose figures were read last; the next one begins at 0."""
+        host, self._host, builds, self._builds = self._host, 0.0, self._builds, []
+        if not self._cuda:
+            return {}
+        if builds:
+            # A process without a live group has read nothing.
+            builds[-1][1].synchronize()
+        idle = sum(before.elapsed_time(behind) for before, behind in builds) / 1000
+        return {metric.HOST_WAIT: host, metric.GPU_IDLE: idle}
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class GpuMeter:

@@ -5,8 +5,8 @@ lose their KL term as well, on purpose: a group without signal should not pull t
 keeps them). How an update is split changes rounding only.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,48 @@ class Microbatch:
     """Only keeps step with other ranks: adds nothing to the gradient."""
 
 
+OldLogps = Sequence[Float[Tensor, "_ _"]] | None
+"""For each microbatch the log-probabilities [N, T] under the policy that sampled; None where that is the present one."""
+
+
+@dataclass(slots=True)
+class Microbatches:
+    """The microbatches of an update.
+
+    Each is built when an iteration first reaches it. A GPU then computes the one before it: the host has only launched that one.
+    """
+
+    rows: Sequence[Sequence[int]]
+    """Completions of each microbatch, as places in the update."""
+    build: Callable[[Sequence[int]], Microbatch]
+    num_idle: int = 0
+    """How many at the end only keep step with other ranks."""
+    _built: dict[int, Microbatch] = field(init=False, default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for number, rows in enumerate(self.rows):
+            if number not in self._built:
+                self._built[number] = replace(self.build(rows), idle=number >= len(self.rows) - self.num_idle)
+            yield self._built[number]
+
+    @property
+    def divisible(self) -> bool:
+        """True where a microbatch has several completions."""
+        return any(len(rows) > 1 for rows in self.rows)
+
+    def halved(self, old_logps: OldLogps) -> "tuple[Microbatches, OldLogps]":
+        """The same update with the completions of each microbatch in two, where it has several; and its `old_logps`."""
+        halves = []
+        for number, rows in enumerate(self.rows):
+            middle = (len(rows) + 1) // 2
+            halves += [(number, start, end) for start, end in ((0, middle), (middle, len(rows))) if start < end]
+        parts = Microbatches([self.rows[number][start:end] for number, start, end in halves], self.build, self.num_idle)
+        return parts, None if old_logps is None else [old_logps[number][start:end] for number, start, end in halves]
+
+
 def make_microbatches(
     rollout: Rollout,
     advantages: Advantages,
@@ -57,14 +99,18 @@ def make_microbatches(
     device: torch.device,
     ranks: Ranks,
     same_count: bool = False,
-) -> list[Microbatch]:
+) -> Microbatches:
     """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
 
     With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
     once, so a rank that is done early would leave the others waiting.
     """
+
+    def assemble(rows: Sequence[int]) -> Microbatch:
+        return _assemble(rollout, advantages, [indices[row] for row in rows], weights[rows], entropy_weights[rows], device)
+
     if not indices:
-        return []
+        return Microbatches([], assemble)
     supervised, size = stage.kind != "grpo", stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
     mask = _written(completions)  # [N, T], N of the complete update
@@ -82,20 +128,15 @@ def make_microbatches(
     # Positions in `indices`, from here on: rows of mask, weights and dead.
     live = ranks.share((mask.any(1) & (keep_dead | ~dead)).nonzero().flatten().tolist())
 
-    def assemble(rows: Sequence[int]) -> Microbatch:
-        return _assemble(rollout, advantages, [indices[row] for row in rows], weights[rows], entropy_weights[rows], device)
-
     if isinstance(stage.max_tokens_per_microbatch, int):  # token_budget.py has put a number, or none, in the place of "auto"
-        microbatches = [assemble(rows) for rows in _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)]
+        parts = _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)
     else:
         # The last one may be smaller; weights are those of the update, so it needs no correction.
-        microbatches = [assemble(live[start : start + size]) for start in range(0, len(live), size)]
-    if same_count:
-        # The shortest completion makes the cheapest idle pass.
-        shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))
-        missing = max(ranks.gather(len(microbatches))) - len(microbatches)
-        microbatches += [replace(assemble([shortest]), idle=True)] * missing
-    return microbatches
+        parts = [list(live[start : start + size]) for start in range(0, len(live), size)]
+    missing = max(ranks.gather(len(parts))) - len(parts) if same_count else 0
+    # The shortest completion makes the cheapest idle pass.
+    shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))
+    return Microbatches([*parts, *[[shortest]] * missing], assemble, num_idle=missing)
 
 
 def chosen_completions(scored: ScoredRollout, stage: StageConfig) -> list[int]:

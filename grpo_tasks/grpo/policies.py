@@ -14,15 +14,16 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_tasks.attention.shared_prompt import use_shared_prompts
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
-from grpo_tasks.policy.load import compile_layers, load_base
+from grpo_tasks.policy.load import compile_layers, load_base, trainable_policy
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
-from grpo_tasks.policy.sharded import shard
+from grpo_tasks.policy.sharded import every_process, shard
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError, Notice
 from schemas.results.model import ModelRef
@@ -38,8 +39,8 @@ class Policies:
     model: CausalLM
     spec: StageSpec
     ranks: Ranks
-    sharded: bool = False
-    """Shard weights, gradients and optimizer state over the ranks."""
+    mesh: DeviceMesh | None = None
+    """Devices over which weights, gradients and optimizer state are sharded; None: each rank holds all of them."""
     temperature: float = field(init=False)
     _reference: CausalLM | None = field(init=False, default=None)
     _adapted: list[BaseTunerLayer | AuxiliaryTrainingWrapper] = field(init=False)
@@ -62,11 +63,16 @@ class Policies:
         for model in (self.model, self._reference):
             if model is not None and resources.compile:
                 compile_layers(model)
-            if model is not None and self.sharded:
-                shard(model)
+            if model is not None and self.mesh is not None:
+                shard(model, self.mesh)
         # Found once: a walk through all modules at every update costs as much as a layer of the small model.
         kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
         self._adapted = [module for module in self.model.modules() if isinstance(module, kinds)]
+
+    @property
+    def sharded(self) -> bool:
+        """True where each rank holds shards of the weights."""
+        return self.mesh is not None
 
     @property
     def measures_kl(self) -> bool:
@@ -178,3 +184,17 @@ class Policies:
                 layer.set_adapter(REFERENCE if to_reference else "default")
             else:
                 layer.enable_adapters(enabled=not to_reference)
+
+
+def load_policies(spec: StageSpec, ranks: Ranks, *, seed: int, sharded: bool) -> Policies:
+    """Load the policies of a stage onto the device of this rank, or its shards of them; `seed` decides a new adapter."""
+    # A device that has room for its shards only cannot load the complete model. The host may not have room for one of each rank.
+    device, mesh = ranks.accelerator.device, None
+    if sharded:
+        device, mesh = torch.device("cpu"), every_process(device)
+
+    def load() -> Policies:
+        model = trainable_policy(spec.start, spec.model, device=device, seed=seed, token_seed=spec.seed)
+        return Policies(model, spec, ranks, mesh)
+
+    return ranks.in_turn(load) if sharded else load()

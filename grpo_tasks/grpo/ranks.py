@@ -5,7 +5,7 @@ complete rollout, the summed gradient, weights and optimizer are equal on all ra
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -86,6 +86,16 @@ class Ranks:
         places: list[Item] = [mine] * self.count
         torch.distributed.all_gather_object(places, mine, group=self.group)
         return places
+
+    def in_turn(self, make: Callable[[], Item]) -> Item:
+        """What every rank makes for itself, on each machine one rank after the other; nothing in it may be collective."""
+        made: list[Item] = []
+        mine = self.accelerator.local_process_index
+        for turn in range(1 + max(self.gather(mine))):
+            if turn == mine:
+                made.append(make())
+            self.wait()
+        return made[0]
 
     def sum_in_place(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, with one message for each dtype."""

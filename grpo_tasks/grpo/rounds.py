@@ -5,8 +5,8 @@
                         sample 2 | sample 3 | sample 4 | ...               the training on round n
 
 Which prompts a round has, and which policy samples it, depends on its number, the seed and the barriers only, never on how fast
-anything is: a stage that is run again ends in the same bytes, and a resumed one needs no sampler state. A barrier is an update
-with a checkpoint or a held-out evaluation: nothing is started beyond it, so no round is in flight there.
+anything is: a stage that is run again samples from the same policies, and a resumed one needs no sampler state. A barrier is an
+update with a checkpoint or a held-out evaluation: nothing is started beyond it, so no round is in flight there.
 """
 
 import math

@@ -7,16 +7,20 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from grpo_tasks.grpo.token_budget import device_memory, kept_bytes
+from grpo_tasks.planning.memory_plan import GIB, StagePlan
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import load_tokenizer, pick_device, save_plain
+from grpo_tasks.policy.load import load_errors, load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import ForeignServer, ServerModel, VllmServer, model_servers, swaps_merged_weights
 from grpo_tasks.stage.journal import JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.errors import ModelError
 from schemas.paths import resolve
 
 JOIN_POLL_S = 1.0
@@ -51,11 +55,12 @@ def rollout_engine(
     cuda: bool,
     ranks: int = 1,
     rank: int = 0,
+    longest: int = 0,
 ) -> RolloutEngine:
     """The engine of process `rank` that samples from `model`: through the servers, which `ranks` processes share, or in this
-    process when there are none."""
+    process when there are none. Prompts have at most `longest` tokens."""
     if not servers:
-        return LocalEngine.of(model, tokenizer, spec.resources)
+        return LocalEngine.of(model, tokenizer, spec.resources, kept_bytes=kept_bytes(spec, model, longest))
     config, weights = spec.rollout.vllm, directory.root / SERVED
     merged = swaps_merged_weights(config, spec.model, cuda=cuda)
     engine = VllmEngine(
@@ -76,6 +81,31 @@ def rollout_engine(
         joining = partial(_let_servers_join, announced, engine, adapters=not merged)
         Thread(target=joining, name="joining-servers", daemon=True).start()
     return engine
+
+
+def check_copy_fits(spec: StageSpec, prompt_length: int, device: torch.device, memory: float | None = None) -> None:
+    """Raise ModelError where sharded weights leave no room on a card for the complete copy that the local engine samples from.
+
+    By calculation, for the longest prompt (tokens) and the bytes of the device; `memory` is for one that does not report them.
+    """
+    found = device_memory(device)
+    if found is not None:
+        memory = found.total
+    if memory is None:
+        return
+    with load_errors("the config of the model", f"model.path: {spec.start.path}"):
+        architecture = AutoConfig.from_pretrained(resolve(spec.start.path), revision=spec.start.revision)
+    rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
+    plan = StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+    if not plan.sampling_fits:
+        needed = plan.reserve + sum(item.bytes for item in (*plan.standing, *plan.sampling))
+        raise ModelError(
+            f"engine local samples from a complete copy of the model on each card. With the shards that are trained it needs "
+            f"{needed / GIB:.1f} GiB, and the card has {memory / GIB:.1f}",
+            place=f"stage {spec.stage.name}: rollout.engine",
+            fix="rollout.engine: vllm with rollout.vllm.base_urls, servers whose cards share the model "
+            "(--tensor-parallel-size); or a smaller rollout.max_batch_size where the model alone fits",
+        )
 
 
 def _let_servers_join(announced: JsonLinesTail, engine: VllmEngine, *, adapters: bool) -> None:

@@ -24,7 +24,7 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.advantages import Advantages, advantages
 from grpo_tasks.grpo.demonstrations import read_demonstrations
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.microbatches import Microbatches, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Rollout, ScoredRollout, rewards_of
@@ -78,7 +78,7 @@ class Trial:
         device = self.ranks.accelerator.device
         self.model = trainable_policy(spec.start, spec.model, device=device, seed=spec.seed, token_seed=spec.seed)
         self.learner = Learner(Policies(self.model, spec, self.ranks), spec.stage, self.ranks, updates=1)
-        self.engine = LocalEngine.of(self.model, self.tokenizer, spec.resources)
+        self.engine = LocalEngine.of(self.model, self.tokenizer, spec.resources, kept_bytes=0.0)
         # The first call finds the way of decoding that fits the model.
         self.sample(1, 1, 1)
         self.sampled.clear()
@@ -121,6 +121,7 @@ class Trial:
         """Updates that grow to one of the stage; returns the seconds per token of a pass that goes forwards only."""
         stage = self.spec.stage
         most, few = max(1, stage.completions_per_update // stage.group_size), FEW_TOKENS
+        self.engine.sleep()
         self._update(1, few)  # finds the layout
         self.updated.clear()
         microbatches = self._update(1, few)
@@ -140,7 +141,7 @@ class Trial:
             self.learner.old_logps(each).sum().item()
         return (self.clock() - began) / self.updated[-1][1]
 
-    def _update(self, groups: int, tokens: int) -> list[Microbatch]:
+    def _update(self, groups: int, tokens: int) -> Microbatches:
         stage, size = self.spec.stage, self.spec.stage.group_size
         count = groups * size
         given = [self.longest[index % len(self.longest)] for index in range(count)]

@@ -1,17 +1,19 @@
 """`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU, calculated first and then measured.
 
-The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled. Where it does not fit, it
-is repeated with half of the tokens, and below one completion of full length with gradient checkpointing.
+The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled. Its size is calculated
+with what is free then: other processes, a server that sleeps and the CUDA context hold memory of the card too. Where it does not
+fit, it is repeated with half of the tokens, and below one completion of full length with gradient checkpointing.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.kit.files import replacing
-from grpo_tasks.planning.memory_plan import StagePlan, does_not_fit, tokens_that_fit
+from grpo_tasks.planning.memory_plan import GIB, SERVER, StagePlan, does_not_fit, tokens_that_fit
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import checkpoint_layers
@@ -39,6 +41,13 @@ class CudaMemory:
         """The most that was allocated since `begin`."""
         return float(torch.cuda.max_memory_allocated(self._device))
 
+    def usable(self) -> float:
+        """What is free, and what this process has allocated."""
+        # What the allocator only caches becomes free. What it cannot give back, such as the pools of graphs, is neither.
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return float(free + torch.cuda.memory_allocated(self._device))
+
 
 def device_memory(device: torch.device) -> CudaMemory | None:
     """The memory of a device; None where it does not report it."""
@@ -47,10 +56,11 @@ def device_memory(device: torch.device) -> CudaMemory | None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a trial has found."""
+    """How large the passes of a stage are."""
 
     calculated: int
-    """Tokens of a pass; another card or another config has another number, and needs another trial."""
+    """Tokens of a pass on a card that nothing else uses; another card or another config has another number, and needs another
+    trial. What was free is no part of it: a stage that is resumed splits its updates as before."""
     measured: int
     checkpointing: bool
     """The stage needs gradient checkpointing, which its config did not ask for."""
@@ -70,18 +80,24 @@ def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, mem
     return spec.stage.model_copy(update={"max_tokens_per_microbatch": tokens})
 
 
+def kept_bytes(spec: StageSpec, policy: CausalLM, prompt_length: int) -> float:
+    """Bytes that the local engine may keep during an update, by the plan; no limit where the device reports no memory."""
+    memory = device_memory(causal_model(policy).device)
+    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept
+
+
 def with_measured_budget(
     stage: StageConfig, policies: Policies, directory: StageDir, events: Events, prompt_length: int, engine: RolloutEngine
 ) -> StageConfig:
     """The stage with the measured number of tokens, where the config says `auto` and the device reports its memory.
 
-    Measured once for a stage, so that one that is resumed splits its updates in the same way. Sharded weights stay with the
-    calculation, because a rank that runs out of memory would leave the others waiting. ModelError where not even one completion
-    of full length fits with gradient checkpointing.
+    Measured once for a stage, so that one that is resumed splits its updates in the same way. With sharded weights it is
+    calculated with what is free, because a rank that runs out of memory would leave the others waiting. ModelError where not even
+    one completion of full length fits with gradient checkpointing.
     """
     spec, ranks, memory = policies.spec, policies.ranks, device_memory(policies.ranks.accelerator.device)
     calculated = stage.max_tokens_per_microbatch
-    if spec.stage.max_tokens_per_microbatch != "auto" or memory is None or not isinstance(calculated, int) or policies.sharded:
+    if spec.stage.max_tokens_per_microbatch != "auto" or memory is None or not isinstance(calculated, int):
         return stage
     try:
         known = Budget(**json.loads(directory.token_budget.read_text(encoding="utf-8")))
@@ -93,7 +109,14 @@ def with_measured_budget(
         # A server on the same card sleeps during an update. It was started awake; it sleeps after it was given weights.
         engine.sync()
         engine.sleep()
-        budget = _measured(_plan(spec, policies.model, prompt_length, memory.total), calculated, policies, memory)
+        plan, usable = _plan(spec, policies.model, prompt_length, memory.total), memory.usable()
+        # A server that stays awake is in the plan already.
+        planned = next((item.bytes for item in plan.standing if item.what == SERVER), 0.0)
+        plan = replace(plan, taken=max(0.0, memory.total - usable - planned))
+        if policies.sharded:
+            budget = Budget(calculated, tokens_that_fit(plan), checkpointing=False)
+        else:
+            budget = _measured(plan, calculated, policies, memory)
         every = ranks.gather(budget)
         tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
         budget = Budget(calculated, tokens, checkpointing)
@@ -101,7 +124,10 @@ def with_measured_budget(
             with replacing(directory.token_budget) as unfinished:
                 unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")
         added = ", with gradient checkpointing" if checkpointing else ""
-        events.report(0, "token_budget", f"{tokens} tokens a pass by measurement, {calculated} by calculation{added}")
+        how = "by calculation" if policies.sharded else "by measurement"
+        room = f"{(memory.total - plan.taken) / GIB:.1f} of {memory.total / GIB:.1f} GiB are free or in use by this stage"
+        detail = f"{tokens} tokens a pass {how}{added}: {room}; {calculated} by calculation for all of it"
+        events.report(0, "token_budget", detail)
     if budget.checkpointing:
         checkpoint_layers(policies.model)
     return stage.model_copy(update={"max_tokens_per_microbatch": budget.measured})

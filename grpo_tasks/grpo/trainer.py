@@ -14,22 +14,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.demonstrations import REFUSED, DemonstrationRounds, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, length_metrics, rollout_metrics
-from grpo_tasks.grpo.microbatches import Microbatch, chosen_completions, make_microbatches
-from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.grpo.microbatches import Microbatches, OldLogps, chosen_completions, make_microbatches
+from grpo_tasks.grpo.policies import load_policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds
-from grpo_tasks.grpo.sampler import rollout_engine
+from grpo_tasks.grpo.sampler import check_copy_fits, rollout_engine
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.adapter_targets import uncovered
-from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.policy.load import load_tokenizer, pick_device
 from grpo_tasks.rewards.suite import RewardSuite, stage_weights
 from grpo_tasks.rollout.conversations import Player
 from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
@@ -44,8 +43,8 @@ from schemas.errors import JudgeUnavailableError, NotFiniteError
 from schemas.prompts import PromptRow
 from schemas.results.model import StageResult
 
-Update = tuple[Sequence[Microbatch], Sequence[Tensor] | None]
-"""Microbatches, and for each the log-probabilities [N, T] under the policy that sampled; None where the round feeds no other."""
+Update = tuple[Microbatches, OldLogps]
+"""Without old log-probabilities where the round feeds no other update."""
 
 
 class Trainer:
@@ -75,27 +74,29 @@ class Trainer:
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
         self.schedule = PromptSchedule(len(self.rows), stage.prompts_per_rollout, self.seed, mixture)
         self.updates = suite.worker.max_steps = stage.num_updates(len(self.rows))
-        model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
         longest = spec.interaction.longest_prompt(max(row.prompt_tokens for row in self.rows))
-        stage = with_token_budget(spec, model, longest)
-        policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
+        # A stage that samples nothing needs no engine.
+        sampled, sharded = self.demonstrations is None or bool(self.held_out), spec.resources.fsdp and self.ranks.count > 1
+        if sampled and sharded and not servers:
+            check_copy_fits(spec, longest, self.device)
+        policies = load_policies(spec, self.ranks, seed=self.seed, sharded=sharded)
+        stage = with_token_budget(spec, policies.model, longest)
         self.learner = Learner(policies, stage, self.ranks, self.updates)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
-        if note := uncovered(model, spec.model.lora):
+        if note := uncovered(policies.model, spec.model.lora):
             self.events.report(0, "adapter_layers", note)
         self.guards = Guards(stage.guards, kl_every=self._kl_every, skips_dead=stage.skips_dead)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
-        state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
+        state = TrainingState(policies.model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
         keeps, writes = stage.save_total_limit, self.ranks.keeps_checkpoints
         self.checkpoints = Checkpoints(directory, state, self.counters, self.guards, suite, self.events, keeps, writes)
         self.checkpoints.restore()
-        # After the restore: an engine may copy the weights. A stage that samples nothing needs no such copy.
-        sampled = self.demonstrations is None or bool(self.held_out)
+        # After the restore: an engine may copy the weights.
         engine: RolloutEngine = NoEngine()
         if sampled:
             where = {"cuda": self.device.type == "cuda", "ranks": self.ranks.count, "rank": self.ranks.rank}
-            engine = rollout_engine(spec, directory, model, self.tokenizer, servers, **where)
+            engine = rollout_engine(spec, directory, policies.model, self.tokenizer, servers, longest=longest, **where)
         self.stage = with_measured_budget(stage, policies, directory, self.events, longest, engine)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
@@ -214,11 +215,16 @@ class Trainer:
         """One optimizer step: its figures, or the fault because of which no weight was moved."""
         self._seed_dropout("update")
         try:
-            return self.learner.update(*update, measure_kl=self._kl_due()).means(), None
+            figures = self.learner.update(*update, measure_kl=self._kl_due())
         except NotFiniteError as error:
             return {}, error
         finally:
             self.counters.step += 1
+        if figures.halvings:
+            part = f"1/{2**figures.halvings} of their completions"
+            detail = f"passes did not fit into memory; the update was computed again with {part}, and so are later ones"
+            self.events.report(self.step, "out_of_memory", detail)
+        return figures.means(), None
 
     @property
     def _kl_every(self) -> int:
@@ -253,7 +259,7 @@ class Trainer:
         metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
             metrics[metric.DROPPED_GROUPS] = float(current.dropped)
-        metrics |= self.meter.read()
+        metrics |= self.meter.read() | self.learner.waits.figures()
         metrics[metric.NUM_TOKENS] = float(self.counters.tokens)
         metrics[metric.STEP_TIME], metrics[metric.TOKENS_PER_S] = seconds, sampled / seconds
         metrics[metric.EPOCH] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)

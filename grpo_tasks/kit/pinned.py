@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; the host goes on before the copy has ended.
+    """The tensor on the device; the host does not wait for the copy.
 
     CUDA copies ordinary (pageable) memory in pieces through a pinned buffer of its own, and the host waits for work before it,
     whatever `non_blocking` says. So the memory is pinned first (CUDA programming guide, asynchronous concurrent execution).

@@ -108,6 +108,13 @@ class Pool(Generic[ServerT]):
         with self._changed:
             return [replica.server for replica in self.replicas if replica.state is State.SERVING]
 
+    def running(self) -> list[ServerT]:
+        """The servers that take requests, and those that wait to be admitted; waits for admissions in progress."""
+        with self._changed:
+            while self._count(State.ADMITTING):
+                self._changed.wait(TICK_S)
+            return [replica.server for replica in self.replicas if replica.state in (State.SERVING, State.UP)]
+
     def add(self, server: ServerT) -> None:
         """A server joins; it takes requests as soon as it was admitted, also of a batch that is being answered."""
         with self._changed:

@@ -94,7 +94,7 @@ def create_databases(postgres: str) -> None:
     try:
         import psycopg2
     except ImportError as error:
-        raise UserError("PostgreSQL needs psycopg2", fix="pip install '.[server]'") from error
+        raise UserError("PostgreSQL needs psycopg2", fix="pip install -c deploy/constraints.txt '.[server]'") from error
     try:
         connection = psycopg2.connect(database_url(postgres, "postgresql", "postgres"))
     except psycopg2.OperationalError as error:

@@ -14,12 +14,13 @@ from uuid import uuid4
 
 import httpx
 
+from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.operating.servers import Stack
 from grpo_tasks.running.prefect_server import PrefectServer, configured_server
 from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import VllmConfig
 from schemas.config.types import why_no_store
-from schemas.errors import TrackingError, UserError
+from schemas.errors import ModelError, TrackingError, UserError
 from schemas.secret import hide
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
@@ -75,6 +76,14 @@ def _device() -> Finding:
         import torch
     except ImportError:
         return Finding("device", "torch is missing", False)
+    # Here, because it needs torch.
+    from grpo_tasks.policy.torch_operators import check_operators
+
+    try:
+        check_operators()
+        check_cards()
+    except ModelError as error:
+        return Finding("device", f"{error.message} (fix: {error.fix})", False)
     if not torch.cuda.is_available():
         computed = float(torch.ones(64, 64).matmul(torch.ones(64, 64)).sum())
         return Finding("device", f"cpu, {os.cpu_count()} cores (no CUDA device)", computed == 64.0**3)

@@ -1,13 +1,18 @@
 """The memory that a stage needs on a GPU, by calculation: what stands all the time, then the larger of sampling and an update.
 
 Sampling holds the keys and values of all rows that are decoded at once, and their logits. An update is one forward and backward
-pass, counted on the meta device at the longest prompts and completions. Bytes of a pass grow with its tokens and else depend on
-little, so two counted passes give the size of every other one. Nothing here has been measured on a GPU: RESERVE stands for what a
-calculation cannot see.
+pass, counted on the meta device in groups of the longest prompts and completions. Its peak is either in the head, whose chunks
+of logits have one size, or in the backward pass of a layer, whatever the size of the pass:
+
+    bytes   head     kept for the backward pass + chunks of logits        the larger one up to some thousand tokens
+            layers   kept for the backward pass + gradients of a layer    the larger one above
+
+Both grow with the tokens and else depend on little, so two counted passes give the two lines, and these every other pass.
+Nothing here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.load import load_errors, new_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.config.model import ModelConfig
@@ -37,15 +42,24 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
-LOGIT_BYTES = 28.0
-"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, log-probabilities, and
-probabilities in float64, twice (rollout/decoding_loop.py)."""
+LOGIT_BYTES = 18.0
+"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, probabilities, and what
+torch's sum makes of these in float64 (rollout/decoding_loop.py)."""
+KEPT_SHARE = 1 / 16
+"""The local engine keeps what it samples with during an update where that is at most this share of the card. To capture its graph
+again takes a tenth of a second for each rollout; on a small card, passes that are smaller for it would take longer."""
 
 
-_LINES: dict[tuple[str, str], tuple[float, float]] = {}
-"""Fixed bytes of a pass and bytes per token, by architecture and model settings."""
+COUNTED_TOKENS = 32_768
+"""Tokens of the smaller counted pass, about; the other one has twice as many. Both have more than a few chunks of the head, so
+that a chunk is part of what is fixed, and so many that the gradient of trained embeddings is small against their layers."""
+
+_LINES: dict[tuple[object, ...], tuple["Line", "Line"]] = {}
+"""By architecture, model settings and shape of the groups."""
 
 META = torch.device("meta")
+SERVER = "vLLM server"
+"""The item of a server that shares the card, awake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,20 @@ class Item:
 
     what: str
     bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes that grow with the tokens of a pass."""
+
+    fixed: float
+    slope: float
+
+    @classmethod
+    def through(cls, one: tuple[int, int], two: tuple[int, int]) -> "Line":
+        """The line through two points (tokens, bytes)."""
+        slope = (two[1] - one[1]) / (two[0] - one[0])
+        return cls(one[1] - slope * one[0], slope)
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,8 @@ class StagePlan:
     """Longest prompt in tokens."""
     memory: float
     """Bytes of the GPU."""
+    taken: float = 0.0
+    """Of these, what others hold: other processes, the CUDA context. 0: not known, RESERVE stands for it."""
     _policy: CausalLM = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +120,7 @@ class StagePlan:
             "gathered weights": self._gathered() if shards > 1 else 0,
             "copy to sample from": self._copied() * self._sampled_width if self.rollout.engine == "local" else 0,
             "reference model": complete * width if not isinstance(policy, PeftModel) and self.stage.has_kl_term else 0,
-            "vLLM server": self.rollout.vllm.gpu_memory_utilization * self.memory if self._shares_card else 0,
+            SERVER: self.rollout.vllm.gpu_memory_utilization * self.memory if self._shares_card else 0,
         }
         return [Item(what, size) for what, size in sizes.items() if size]
 
@@ -107,22 +137,28 @@ class StagePlan:
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
-        prompts = -(-rows // self.stage.num_generations)
-        cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
+        prompts, own = -(-rows // self.stage.num_generations), rows * self.rollout.max_completion_length
+        # Contexts are padded: a few of them to 512 tokens, and many by half at most (`Buckets.context` of decoding_loop.py).
+        contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
         return [
-            Item(f"keys and values of {rows} rows", cached * token),
+            Item(f"keys and values of {rows} rows", (own + contexts) * token),
             Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
         ]
 
     @property
+    def kept(self) -> float:
+        """Of what sampling needs, the bytes that stay during an update: all or nothing."""
+        needed = sum(item.bytes for item in self.sampling)
+        return needed if needed <= KEPT_SHARE * self.memory else 0.0
+
+    @property
     def available(self) -> float:
         """What a pass may use."""
-        return self.memory - RESERVE - sum(item.bytes for item in self.standing)
+        return self.memory - self.taken - RESERVE - self.kept - sum(item.bytes for item in self.standing)
 
     def update(self, tokens: int) -> float:
         """Of a pass of that many tokens, logits included."""
-        fixed, slope = self._line
-        return fixed + slope * tokens
+        return max(line.fixed + line.slope * tokens for line in self._lines)
 
     @cached_property
     def fitting_tokens(self) -> int:
@@ -132,8 +168,7 @@ class StagePlan:
 
     def tokens_within(self, factor: float = 1.0) -> int:
         """Most tokens of a pass that takes `factor` times the calculated bytes."""
-        fixed, slope = self._line
-        return int((self.available / factor - fixed) / slope)
+        return int(min((self.available / factor - line.fixed) / line.slope for line in self._lines))
 
     @property
     def pass_tokens(self) -> int:
@@ -152,37 +187,36 @@ class StagePlan:
     @property
     def needed(self) -> float:
         """At the peak of the stage, RESERVE included."""
-        most = max(self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
+        most = max(self.kept + self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
         return RESERVE + sum(item.bytes for item in self.standing) + most
 
     @property
     def sampling_fits(self) -> bool:
         """True if there is room for sampling."""
-        return sum(item.bytes for item in self.sampling) <= self.available
+        return sum(item.bytes for item in self.sampling) <= self.available + self.kept
 
     @property
     def fits(self) -> bool:
         """True if the GPU has that much memory."""
-        return self.needed <= self.memory and self.pass_tokens > 0
+        return self.needed <= self.memory - self.taken and self.pass_tokens > 0
 
     def with_checkpointing(self) -> "StagePlan":
         """The plan with gradient checkpointing."""
-        model = self.model.model_copy(update={"gradient_checkpointing": True})
-        return StagePlan(model, self.rollout, self.stage, self.resources, self.architecture, self.prompt_length, self.memory)
+        return replace(self, model=self.model.model_copy(update={"gradient_checkpointing": True}))
 
     @property
-    def _line(self) -> tuple[float, float]:
-        """Bytes of a pass as fixed + slope * tokens."""
+    def _lines(self) -> tuple[Line, Line]:
+        """Of a pass at its peaks in the head and in the layers."""
+        length, prompt = self.rollout.max_completion_length, self.prompt_length
+        # Very long completions are counted in smaller groups.
+        size = min(self.stage.num_generations, max(1, COUNTED_TOKENS // length))
         # Stages of a run differ in other things, and counting takes seconds.
-        key = self.architecture.to_json_string(), self.model.model_dump_json()
+        key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length
         if key not in _LINES:
-            # The passes have more completion tokens than a chunk of the head, so that the chunk is part of what is fixed.
-            one, wide, two = (
-                count_pass(self._policy, Groups.equal(*size, 512)) for size in ((1, 512, 4), (1, 512, 8), (2, 512, 4))
-            )
-            # A token of a prompt keeps less than one of a completion (policy/lean_layers.py), so all count as the latter.
-            slope = (wide.peak - one.peak) / (wide.tokens - one.tokens)
-            _LINES[key] = 2 * one.peak - two.peak, slope
+            prompts = max(1, COUNTED_TOKENS // (prompt + size * length))
+            one, two = (count_pass(self._policy, Groups.equal(times * prompts, prompt, size, length)) for times in (1, 2))
+            head = Line.through((one.tokens, one.head), (two.tokens, two.head))
+            _LINES[key] = head, Line.through((one.tokens, one.layers), (two.tokens, two.layers))
         return _LINES[key]
 
     @property
@@ -285,11 +319,13 @@ def tokens_that_fit(plan: StagePlan) -> int:
 
 def does_not_fit(plan: StagePlan) -> ModelError:
     """For a stage whose pass does not fit, however small."""
+    others = f", of which {plan.taken / GIB:.1f} GiB are taken by others" if plan.taken else ""
+    free = "a card that nothing else uses (nvidia-smi shows what does), " if plan.taken else ""
     return ModelError(
         f"one completion of {plan.rollout.max_completion_length} tokens with a prompt of {plan.prompt_length} does not fit into "
-        f"{plan.memory / GIB:.0f} GiB",
+        f"{plan.memory / GIB:.0f} GiB{others}",
         place=f"stage {plan.stage.name}",
-        fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",
+        fix=f"{free}model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",
     )
 
 
@@ -319,12 +355,19 @@ class PassCounts:
     """Tokens that went through the model, padding included."""
     saved: int
     """Bytes kept for the backward pass, gradient of the head included."""
-    peak: int
-    """The most bytes that lived at once, in the forward or in the backward pass, besides the gradients."""
+    head: int
+    """The most bytes that lived at once while the head computed scores and gradients, the latter's sum not included."""
+    layers: int
+    """The same while the layers computed, in the forward or in the backward pass."""
     kernels: int
     """Operations that are no views, forward and backward."""
     attention: Mapping[str, int]
     """Calls in the forward passes by kernel (`AttentionCalls`)."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that lived at once, besides the gradients."""
+        return max(self.head, self.layers)
 
     @property
     def masks(self) -> int:
@@ -351,13 +394,30 @@ def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
         # As in every pass after the first one of an update: gradients are there, and each new one is added to them.
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     through: list[int] = []
+    head, layers = [0], [0]
+
+    def ends(part: list[int]) -> None:
+        part.append(memory.peak)
+        memory.peak = memory.now
+
+    def begin_head(_: nn.Module, __: Any, out: Any) -> None:
+        ends(layers)
+        if out.last_hidden_state.requires_grad:
+            # Its gradient is complete: the head is done, and the layers follow.
+            out.last_hidden_state.register_hook(lambda _: ends(head))
+
     embeddings = causal_model(policy).get_input_embeddings()
-    watch = embeddings.register_forward_pre_hook(lambda _, given: through.append(given[0].numel()))
+    watches = [
+        embeddings.register_forward_pre_hook(lambda _, given: through.append(given[0].numel())),
+        decoder_of(policy).register_forward_hook(begin_head),
+    ]
     try:
         with cuda_kernels() as calls, LiveMemory() as memory:
             logps = completion_logprobs(policy, batch, temperature=1.0).logps
             saved = memory.now
             logps.sum().backward()
+            ends(layers)
     finally:
-        watch.remove()
-    return PassCounts(sum(through), saved, memory.peak, memory.kernels, calls.found)
+        for watch in watches:
+            watch.remove()
+    return PassCounts(sum(through), saved, max(head), max(layers), memory.kernels, calls.found)

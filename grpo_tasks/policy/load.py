@@ -27,11 +27,13 @@ from transformers import (
 
 from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, end_token_ids, set_template_defaults, starting_rows, token_id
+from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
+from grpo_tasks.policy.torch_operators import check_operators
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
@@ -44,7 +46,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 def pick_device(resources: ResourcesConfig) -> torch.device:
     """The device to compute on; sets torch's threads, determinism and, for a GPU, sums of 16-bit products in float32, all of them
-    for this process. ModelError where cuda is asked for and not there."""
+    for this process.
+
+    ModelError where cuda is asked for and not there, where this machine has a GPU that torch cannot use (unless cpu is asked
+    for), and for a torch whose operators the engine does not know.
+    """
+    check_operators()
+    if resources.device != "cpu":
+        check_cards()
     if resources.num_threads:
         torch.set_num_threads(resources.num_threads)
     if resources.device == "cuda" and not torch.cuda.is_available():
@@ -260,11 +269,21 @@ def compile_layers(model: CausalLM) -> None:
             module.compile(dynamic=True)
 
 
-def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
-    """The trained weights, gathered from all processes, which all call this; None where each holds the complete model."""
+def trained_weights(model: CausalLM, *, keep: bool = True) -> dict[str, Tensor] | None:
+    """The trained weights in the memory of the host, gathered from all processes, which all call this.
+
+    None where each holds the complete model. Without `keep` this process only helps the others, and gets none of them.
+    """
     if not is_sharded(model):
         return None
-    return {name: gather_shards(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gathered = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # One after the other: all of them may not fit on the card.
+            whole = gather_shards(parameter.detach())
+            if keep:
+                gathered[name] = whole.cpu()
+    return gathered
 
 
 def save_trained(

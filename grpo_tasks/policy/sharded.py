@@ -1,7 +1,14 @@
 """Sharding of weights, gradients and optimizer state over the training processes (FSDP2, torch's fully_shard).
 
-Each decoder layer is a unit that is gathered for its own passes; the rest is one more unit. All functions here are collective:
-every process has to call them equally often and in the same order. On a model that is not sharded they change nothing.
+Each decoder layer is a unit that is gathered for its own passes; the rest is one more unit. No card ever holds all of them:
+
+    load      files -> memory of the host -> card, one unit after the other, of which each process keeps its shard
+    save      shard -> complete tensor on the card, one after the other -> memory of the host
+    vLLM      the same, unit by unit, into a copy of the policy in the memory of the host, where merged weights are wanted
+    sample    the exception: the local engine decodes from a complete copy on each card. grpo/sampler.py refuses one too large
+
+All functions here but `shard` are collective: every process has to call them equally often and in the same order. On a model
+that is not sharded they change nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,12 +28,20 @@ Output = TypeVar("Output")
 _METHOD = "pass_through"
 
 
-def shard(model: CausalLM) -> None:
-    """Distribute the weights of a model (with or without a PEFT adapter) over all processes, in place."""
+def every_process(device: torch.device) -> DeviceMesh:
+    """The devices of all processes, which are of one kind."""
+    return init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+
+
+def shard(model: CausalLM, mesh: DeviceMesh) -> None:
+    """Distribute the weights of a model (with or without a PEFT adapter) over the devices of all processes, in place.
+
+    From a model in the memory of the host a device gets its shards, and at most one complete unit at a time.
+    """
     causal: Any = causal_model(model)
-    mesh = init_device_mesh(causal.device.type, (torch.distributed.get_world_size(),))
     layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
     for unit in [*layers, causal]:
+        # It moves the unit's weights to the device, and frees them when it has cut them.
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         # The loss is a sum over the completions of all processes, so their gradients are summed; FSDP would average them.
         unit.set_gradient_divide_factor(1.0)
@@ -64,26 +79,40 @@ def shard_like(tensor: Tensor, sharded: Tensor) -> Tensor:
 
 
 def sampling_copy(policy: CausalLM, *, fold: bool = False) -> "FoldedPolicy | GatheredPolicy":
-    """A copy of the policy to sample from; with `fold`, one whose weights others can load (folded_adapter.py)."""
-    return GatheredPolicy(policy, fold=fold) if is_sharded(policy) else FoldedPolicy(policy, fold=fold)
+    """A copy of the policy to sample from; with `fold`, one whose weights others can load (folded_adapter.py).
+
+    Of a sharded policy it is a complete one: to sample from on the device, for others in the memory of the host.
+    """
+    if not is_sharded(policy):
+        return FoldedPolicy(policy, fold=fold)
+    return GatheredPolicy(policy, fold=fold, device=torch.device("cpu") if fold else causal_model(policy).device)
 
 
 class GatheredPolicy:
-    """Holds `model`, a complete plain copy of the sharded policy as of the last `sync`: decoding would gather every layer."""
+    """Holds `model`, a complete plain copy on `device` of the sharded policy as of the last `sync`.
 
-    def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
+    From the shards decoding would gather every layer for each token: 14 GB for a model of 7 billion weights.
+    """
+
+    def __init__(self, policy: CausalLM, *, device: torch.device, fold: bool = False) -> None:
         base: Any = causal_model(policy)
-        settings = {"dtype": base.dtype, "attn_implementation": base.config._attn_implementation}
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(base.config, **settings).to(base.device)
+        with torch.device("meta"):
+            settings = {"dtype": base.dtype, "attn_implementation": base.config._attn_implementation}
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(base.config, **settings)
         self.model.eval().requires_grad_(False)
         self.model.generation_config = base.generation_config
         for name, source in base.named_modules():
             if isinstance(source, LoraLinear) and not fold and stays_apart(source):
                 plain = self.model.get_submodule(name)
                 self.model.set_submodule(name, LowRankLinear(source, plain.weight, plain.bias))
+        _allocate(self.model, device)
         self._pairs: dict[Any, list[tuple[nn.Module, nn.Module]]] = {}
         for unit, source, twin in _paired(base, self.model, base):
             self._pairs.setdefault(unit, []).append((source, twin))
+            # Such as the frequencies of rotary positions. Nothing trains or shards them.
+            for name, buffer in source.named_buffers(recurse=False):
+                if name in twin._buffers:
+                    twin._buffers[name] = buffer.detach().to(device, copy=True)
         self._has_frozen = False
         self.sync()
 
@@ -108,6 +137,16 @@ class GatheredPolicy:
                         getattr(twin, name).copy_(parameter)
             unit.reshard()
         self._has_frozen = True
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the weights of a model that was made on the meta device memory, tied ones once."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+            module._parameters[name] = None if parameter is None else made[id(parameter)]
 
 
 def _paired(source: nn.Module, twin: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:

@@ -18,9 +18,16 @@ from functools import partial
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.kit.pinned import moved
+from grpo_tasks.rollout.graphs import Place
+
+LAYOUT = (
+    "_fold", "_unfold", "_prompt_lengths", "_row_lengths", "_places", "_real", "_padding", "_columns", "_nothing", "_hidden"
+)  # fmt: skip
+"""Tensors that a step reads besides keys and values."""
 
 
 class DecodingCache:
@@ -47,6 +54,8 @@ class DecodingCache:
         self._biases: dict[int | None, tuple[Tensor | None, Tensor]] = {}
         self._scores: dict[tuple[int, int, int], Tensor] = {}
         self._nothing, self._hidden = keys[0].new_zeros(()), keys[0].new_full((), -torch.inf)
+        self._place: Place | None = None
+        self._width: int | None = None
         self._lay_out()
         self.make_room(0)
 
@@ -61,13 +70,27 @@ class DecodingCache:
             # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
             longer = own.new_zeros(*own.shape[:3], columns, own.shape[4])  # [2, N, K, L, D]
             longer[..., : own.shape[3], :] = own
-            self._own[layer] = longer
-        self._columns = torch.arange(columns, device=self._device)
+            self._own[layer] = self._placed(f"own {layer}", longer)
+        self._columns = self._placed("_columns", torch.arange(columns, device=self._device))
+
+    def settle(self, place: Place, context: int) -> None:
+        """See `StaticState`. All prompts stay, and as many slots for rows of each as the largest group has now."""
+        self._place, self._width = place, max(Counter(self._prompt_of).values())
+        for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            # [P, K, S, D] -> [P, K, context, D]. Zeros, as in `make_room`.
+            padding = (0, 0, 0, max(0, context - keys.shape[2]))
+            self._keys[layer] = place(f"keys {layer}", functional.pad(keys, padding))
+            self._values[layer] = place(f"values {layer}", functional.pad(values, padding))
+        self._lay_out()
+
+    def reads(self) -> list[Tensor]:
+        """See `StaticState`."""
+        return [*self._keys, *self._values, *self._own, *(getattr(self, name) for name in LAYOUT)]
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """Drop all other rows, and the prompts that have no row left; `copies` of the first row fill the batch up."""
         prompt_of = [self._prompt_of[row] for row in rows]
-        prompts = sorted(set(prompt_of))
+        prompts = sorted(set(prompt_of)) if self._width is None else list(range(len(self._lengths)))
         if len(prompts) < len(self._lengths):
             kept = moved(torch.tensor(prompts), self._device)
             for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
@@ -76,7 +99,7 @@ class DecodingCache:
         self._prompt_of, self._copies = [prompts.index(prompt) for prompt in prompt_of], copies
         chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._device)
         for layer, own in enumerate(self._own):
-            self._own[layer] = own.index_select(1, chosen)
+            self._own[layer] = self._placed(f"own {layer}", own.index_select(1, chosen))
         self._lay_out()
 
     def begin_step(self, column: Int[Tensor, " 1"]) -> Int[Tensor, "N 1"]:
@@ -164,7 +187,7 @@ class DecodingCache:
 
     def _lay_out(self) -> None:
         """Which rows stand side by side. On the host: reading sizes from the device would make the host wait."""
-        heads, width = torch.arange(self._heads), max(Counter(self._prompt_of).values())
+        heads, width = torch.arange(self._heads), self._width or max(Counter(self._prompt_of).values())
         taken: Counter[int] = Counter()
         slots = []  # of each row, [N]
         for prompt in self._prompt_of:
@@ -184,8 +207,16 @@ class DecodingCache:
         self._row_lengths = moved(torch.tensor([self._lengths[prompt] for prompt in every]), self._device)[:, None]  # [N, 1]
         self._places = torch.arange(self._keys[0].shape[2], device=self._device)  # [S]
         self._real = self._places < self._prompt_lengths  # [P, S]
-        padded = min(self._lengths) < len(self._places)
+        # Where a graph is replayed, a batch without padding runs the same operations as any other.
+        padded = self._width is not None or min(self._lengths) < len(self._places)
         self._padding = self._per_head(self._bias(self._real)) if padded else None
+        if self._place is not None:
+            for name in LAYOUT:
+                if hasattr(self, name):
+                    setattr(self, name, self._place(name, getattr(self, name)))
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self._place is None else self._place(name, tensor)
 
 
 def multiply_into(part: Tensor, multiply: Callable[..., Tensor]) -> None:

@@ -92,7 +92,8 @@ class FusedDecoder:
         config = model.config
         try:
             decoder = getattr(model, model.base_model_prefix)
-            self._angles = torch.empty(0)  # of each position, [M, 2, D]: cosines and sines
+            self.angles = torch.empty(0)
+            """Of each position, [M, 2, D]: cosines and sines."""
             self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, _norm(decoder.norm)
             self._layers = [_layer(layer, windows[index]) for index, layer in enumerate(decoder.layers)]
         except AttributeError as error:
@@ -104,21 +105,21 @@ class FusedDecoder:
         if angles_depend_on_length(model):
             raise UnsupportedError("rotary angles that depend on the length")
         self.reserve(1)
-        depth = self._angles.shape[-1]
+        depth = self.angles.shape[-1]
         if len(self._layers[0].qkv.weight) < (self._heads + 3 * self._key_heads) * depth:
             raise UnsupportedError("heads that are rotated in part")
-        self._same = torch.eye(depth, dtype=self._angles.dtype, device=self._angles.device)
+        self._same = torch.eye(depth, dtype=self.angles.dtype, device=self.angles.device)
         # x @ turned = [-x_right, x_left] for x = [x_left, x_right].
         self._turned = self._same.roll(depth // 2, dims=1)
         self._turned[depth // 2 :].neg_()
 
     def reserve(self, positions: int) -> None:
         """Compute the angles of positions below `positions`, for the steps to come."""
-        if len(self._angles) < positions:
+        if len(self.angles) < positions:
             weight = self._head.weight
             every = torch.arange(positions, device=weight.device)[None]
             # [1, M, D] each -> [M, 2, D]; the argument gives the dtype.
-            self._angles = torch.stack(self._rotary(weight[:1, None], every), dim=2)[0]
+            self.angles = torch.stack(self._rotary(weight[:1, None], every), dim=2)[0]
 
     def step(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"], past: DecodingCache) -> Float[Tensor, "N V"]:
         """Logits after the last token of each row, whose keys and values are added to those that are there."""
@@ -126,7 +127,7 @@ class FusedDecoder:
         hidden = self._embed(tokens)
         # The rotary embedding (arXiv:2104.09864, eq. 34) of each row's position, as a matrix [N, D, D] that heads are multiplied
         # by. It has the layout of transformers: dimension i is paired with i + D / 2.
-        cos, sin = self._angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
+        cos, sin = self.angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
         rotation = torch.addcmul(self._same * cos, self._turned, sin)
         for layer_index, layer in enumerate(self._layers):
             query, both = self._project(layer, hidden, rotation)

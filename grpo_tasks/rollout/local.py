@@ -4,6 +4,7 @@ All completions of a prompt read one copy of its keys and values (decoding_cache
 (decoding_loop.py). Paged caches and continuous batching are left to a server (vllm_engine.py).
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,19 +31,31 @@ from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder
+from grpo_tasks.rollout.graphs import Capture, CudaCapture, Graphs, Place
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError, Notice
 
 
 class LocalEngine(RolloutEngine):
-    """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`."""
+    """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`.
+
+    On CUDA a step is replayed as a graph, which `capture` captures. Graphs, keys and values stay on the card between two rollouts
+    as long as they take at most `kept_bytes` (the plan of a stage counts them); `sleep` frees more than that.
+    """
 
     @classmethod
-    def of(cls, policy: CausalLM, tokenizer: PreTrainedTokenizerBase, resources: ResourcesConfig) -> "LocalEngine":
+    def of(
+        cls,
+        policy: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        resources: ResourcesConfig,
+        *,
+        kept_bytes: float = math.inf,
+    ) -> "LocalEngine":
         """The engine as the config wants it."""
         shared, folded, fused = resources.share_prompts, resources.fold_adapter, resources.fuse_kernels
-        return cls(policy, tokenizer, share_prompts=shared, fold_adapter=folded, fuse_kernels=fused)
+        return cls(policy, tokenizer, share_prompts=shared, fold_adapter=folded, fuse_kernels=fused, kept_bytes=kept_bytes)
 
     def __init__(
         self,
@@ -52,6 +65,8 @@ class LocalEngine(RolloutEngine):
         share_prompts: bool = True,
         fold_adapter: bool = True,
         fuse_kernels: bool = True,
+        capture: Capture | None = None,
+        kept_bytes: float = math.inf,
     ) -> None:
         self._folded = sampling_copy(policy) if fold_adapter or is_sharded(policy) else None
         self._model = policy if self._folded is None else self._folded.model
@@ -66,12 +81,24 @@ class LocalEngine(RolloutEngine):
             # Its forward pass wants all processes, and one of them may have no requests.
             self._make_state = self._fitting_state()
         self._buckets = Buckets.of(policy.device)
+        if capture is None and policy.device.type == "cuda":
+            capture = CudaCapture()
+        self._graphs, self._kept_bytes = Graphs(capture), kept_bytes
         self._end_ids = end_token_ids(tokenizer, policy.generation_config.eos_token_id)
 
     def sync(self) -> None:
         """Load the policy's current weights into the copy."""
         if self._folded is not None:
             self._folded.sync()
+
+    def sleep(self) -> None:
+        """Free what decoding has kept, where it is more than an update has room for."""
+        if self._graphs.num_bytes > self._kept_bytes:
+            self._graphs.release()
+
+    def close(self) -> None:
+        """Free what decoding has kept."""
+        self._graphs.release()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; ConfigError where the model has too few positions."""
@@ -98,7 +125,7 @@ class LocalEngine(RolloutEngine):
                     same, size = list(alike), sampling.max_batch_size
                     for indices in (same[start : start + size] for start in range(0, len(same), size)):
                         batch = [requests[index] for index in indices]
-                        loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
+                        loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets, self._graphs)
                         done.update(zip(indices, loop.run(count), strict=True))
         finally:
             torch.use_deterministic_algorithms(on, warn_only=warn_only)
@@ -258,6 +285,14 @@ class SharedPromptState:
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""
         self.cache.keep_rows(rows, copies)
+
+    def settle(self, place: Place, context: int) -> None:
+        """See `StaticState`."""
+        self.cache.settle(place, context)
+
+    def reads(self) -> list[Tensor]:
+        """See `StaticState`."""
+        return self.cache.reads() + ([] if self._fused is None else [self._fused.angles])
 
 
 class RepeatedPromptState:

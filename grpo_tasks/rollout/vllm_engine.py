@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -117,7 +117,7 @@ class VllmSampler:
 
     def sleep(self) -> None:
         """Release the GPU memory of the servers until the next `sync`, if `rollout.vllm.sleep` is on."""
-        for server in self.pool.serving if self._config.sleep else ():
+        for server in self.pool.running() if self._config.sleep else ():
             try:
                 self._post(server, "/sleep?level=1", {})
                 server.asleep = True
@@ -347,6 +347,8 @@ class VllmEngine(VllmSampler):
         self._calibration: tuple[Weights, Shifted] | None = None
         """Calibration weights as the servers get them, and what they change in the trainer's probe."""
         self._sync_s = 0.0
+        self._turn, self._sampling, self._repairs = Condition(), False, 0
+        """Whether the card is the servers' at present, from a load to `sleep`, and how many of them are being repaired on it."""
         embedding: Any = policy.get_input_embeddings()
         tied = merged and not untied and policy.config.tie_word_embeddings
         if tied and policy.device.type == "cpu" and any(parameter.requires_grad for parameter in embedding.parameters()):
@@ -390,8 +392,9 @@ class VllmEngine(VllmSampler):
             return Weights(name, folder, calibration.probe_logps(self._policy, self._ids))
         self._folded.sync()
         save_for_server(self._folded.model, folder, untie=self._untied)
-        # What the server gets: in 16 bits the sum of base and adapter is rounded.
-        return Weights(name, folder, calibration.probe_logps(self._folded.model, self._ids))
+        # What the server gets: in 16 bits the sum of base and adapter is rounded. Without an adapter the copy is the policy.
+        served = self._folded.model if isinstance(self._policy, PeftModel) else self._policy
+        return Weights(name, folder, calibration.probe_logps(served, self._ids))
 
     def load(self, weights: Weights) -> None:
         """Load prepared weights, and delete the previous ones; RolloutError where no server takes them and shows that it does."""
@@ -399,14 +402,28 @@ class VllmEngine(VllmSampler):
         self._present = weights
         for replica in self.pool.replicas:
             replica.server.bytes_taken = 0
-        if any(server.asleep for server in self.pool.serving):
+        if self._config.sleep:
+            # Servers wake up, and those that have died meanwhile are started again.
             self._make_room()
+        self._let_sample()
         self.pool.refresh()
         if before is not None:
             # An immutable folder for each policy: vLLM's engine dies when it reads an adapter whose files were deleted.
             shutil.rmtree(before.folder)
             self._named.pop(before.name, None)
         self._sync_s = weights.seconds + time.perf_counter() - began
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """As above; the card is the servers' until `sleep`."""
+        self._let_sample()
+        return super().generate(requests, sampling)
+
+    def sleep(self) -> None:
+        """As above; from now on the card is the trainer's: a server that fails on it is started again after the next load."""
+        with self._turn:
+            self._sampling = False
+            self._turn.wait_for(lambda: not self._repairs)
+        super().sleep()
 
     def report(self) -> EngineReport:
         """Those of the pool and of the last load."""
@@ -423,14 +440,32 @@ class VllmEngine(VllmSampler):
                     self._post(server, "/wake_up", {})
         super().close()
 
+    def _let_sample(self) -> None:
+        with self._turn:
+            self._sampling = True
+            self._turn.notify_all()
+
+    def _repair(self, server: VllmServer) -> None:
+        if not server.on_trainers_card:
+            super()._repair(server)
+            return
+        with self._turn:
+            # In an update there is no room for it, and where servers sleep it would be awake in the middle of one.
+            self._turn.wait_for(lambda: self._sampling)
+            self._repairs += 1
+        try:
+            # vLLM starts only if its whole share of the card is free. No gradients: this is not the trainer's thread.
+            _free_cache()
+            super()._repair(server)
+        finally:
+            with self._turn:
+                self._repairs -= 1
+                self._turn.notify_all()
+
     def _make_room(self) -> None:
         """Free what the next update recreates: a server that sleeps on this card wakes up only if enough memory is free."""
-        # 1. The gradients of the last update.
         self._policy.zero_grad(set_to_none=True)
-        # 2. Activations in reference cycles, such as those of checkpointed layers.
-        gc.collect()
-        # 3. The blocks that torch caches after both: to other processes they are still allocated.
-        torch.cuda.empty_cache()
+        _free_cache()
 
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
         assert weights is not None
@@ -476,6 +511,13 @@ class VllmEngine(VllmSampler):
         if not (self._merged and self._shared):
             self._find_naming(server, trial, fault)
         server.calibrated = Calibrated(base, noise)
+
+
+def _free_cache() -> None:
+    """Give back the memory of the card that torch keeps in reserve: to other processes it is still allocated."""
+    # First the activations in reference cycles, such as those of checkpointed layers.
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _completion(answer: dict[str, Any], stop: StopRule) -> Completion:

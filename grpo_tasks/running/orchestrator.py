@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
+from grpo_tasks.kit.cards import cards_here
 from grpo_tasks.kit.lock import file_lock
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 log = logging.getLogger("grpo")
-CARDS = Path("/proc/driver/nvidia/gpus")
-"""Has an entry for each GPU of this machine."""
 
 
 def in_flow() -> bool:
@@ -190,12 +189,13 @@ def slots_of(
         return []
     if resources.gpu_slot != "auto":
         return [resources.gpu_slot]
-    if has_cards is None:
-        has_cards = CARDS.exists()
-    if resources.device == "cpu" or not has_cards:
+    if resources.device == "cpu":
+        return []
+    found = cards_here().count
+    if not (found if has_cards is None else has_cards):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = max(resources.num_processes, len(list(CARDS.iterdir())) if CARDS.exists() else 0)
+    count = max(resources.num_processes, found)
     cards = visible.split(",") if visible else [str(card) for card in range(count)]
     held = {*cards[: resources.num_processes]}
     if rollout is not None and rollout.engine == "vllm":

@@ -69,8 +69,8 @@ class Checkpoints:
         """Write a checkpoint of the present update; all ranks call this."""
         state, counters, guards = self.state, self.counters, self.guards
         # Shards are gathered before one rank writes, so a stage can resume with another number of ranks.
-        weights = trained_weights(state.model)
-        tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
+        weights = trained_weights(state.model, keep=self.writes)
+        tensors, numbers = _flatten(state.optimizer.state_dict()["state"], keep=self.writes)
         if not self.writes:
             return
         extra = {
@@ -186,19 +186,24 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): file_sha256(path) for path in files}
 
 
-def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and numbers of an optimizer's state by dotted names; 8-bit optimizers have nested dicts."""
+def _flatten(state: dict[Any, Any], prefix: str = "", *, keep: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors, in the memory of the host, and numbers of an optimizer's state by dotted names; 8-bit ones have nested dicts.
+
+    Without `keep` this process only helps others to gather the tensors.
+    """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            deeper_tensors, deeper_numbers = _flatten(value, f"{name}.")
+            deeper_tensors, deeper_numbers = _flatten(value, f"{name}.", keep=keep)
             tensors |= deeper_tensors
             numbers |= deeper_numbers
         elif isinstance(value, torch.Tensor):
-            # A copy: safetensors refuses entries that share memory, as the tables of 8-bit optimizers do.
-            tensors[name] = gather_shards(value).contiguous().clone()
+            whole = gather_shards(value)
+            if keep:
+                # A copy: safetensors refuses entries that share memory, as the tables of 8-bit optimizers do.
+                tensors[name] = whole.to("cpu", copy=True).contiguous()
         else:
             numbers[name] = value
     return tensors, numbers
@@ -214,7 +219,7 @@ def write_completions(directory: StageDir, step: int, table: pa.Table) -> None:
 
 def save_weights(target: Path, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
     """Write the present weights into a folder of the stage; all ranks call this and one writes."""
-    weights = trained_weights(model)
+    weights = trained_weights(model, keep=writes)
     if writes:
         with replacing(target) as unfinished:
             save_trained(model, tokenizer, unfinished, weights)

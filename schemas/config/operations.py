@@ -84,7 +84,8 @@ class ResourcesConfig(Section):
     gradient_accumulation_steps completions of each update, so raise gradient_accumulation_steps with their number."""
     fsdp: Speed[bool] = False
     """Shard weights, gradients and optimizer state over the processes (FSDP2), for a model that one GPU cannot train. Off: each
-    process holds all of them. The local engine still needs a full copy of the weights on each GPU while it samples."""
+    process holds all of them. The local engine samples from a complete copy of the weights on each GPU; a stage for which a GPU
+    has no room for that is refused, and needs rollout.vllm.base_urls."""
     distributed_timeout_minutes: Speed[float] = Field(120.0, gt=0.0, le=10_000.0)
     """Time limit in minutes of a collective operation (NCCL, gloo): a process that waits longer for the others ends the stage
     with an error. It has to exceed the longest rollout, rewards included."""
@@ -101,9 +102,10 @@ class ResourcesConfig(Section):
     fuse_kernels: Speed[bool] = True
     """Decode models of the Llama architecture with fewer, larger kernels."""
     deterministic: Speed[bool] = True
-    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU updates
-    are slower (attention backward, writes by an index; by how much has not been measured), and a kernel that cannot be
-    deterministic is named in a warning. Sampling with the local engine is reproducible either way and costs nothing more."""
+    """Use deterministic kernels, so that the same batches give the same bytes on the same card with the same torch. On a CPU this
+    is always the case. On a GPU updates are slower (attention backward, writes by an index; by how much has not been measured),
+    and a kernel that cannot be deterministic is named in a warning. Sampling with the local engine is reproducible either way
+    and costs nothing more."""
     output_dir: OutputFolder = Path("runs")
     """Folder for everything a run writes outside MLflow."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

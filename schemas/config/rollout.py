@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     """Largest number of updates between the policy that samples a rollout and the one that first trains on it, for engine vllm.
     0: sampling and training take turns. 1 and more: the servers sample the next rollouts while the policy trains, and
     importance_sampling_correction corrects for the difference; off_policy_mask_threshold leaves out what has become improbable.
-    No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage ends in the same bytes."""
+    No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage samples from the same policies."""
 
     def _faults(self) -> Iterator[str]:
         for name in self.chat_template_kwargs:

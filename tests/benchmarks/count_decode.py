@@ -1,7 +1,7 @@
 """What a decoding step of the local engine would ask of a GPU, counted on a CPU.
 
 Kernels are operations that are no views. They are counted on one and on two layers of the real width and scaled to 24 layers; the
-difference of the two is one layer. The buckets are those of a GPU.
+difference of the two is one layer. The buckets are those of a GPU, and so are captures: tapes.py captures and replays steps here.
 """
 
 import sys
@@ -18,20 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from grpo_tasks.planning.live_memory import VIEWS
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout import decoding_cache, decoding_loop, fused_decoder
-from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop
+from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, sample_tokens
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.rollout import RolloutConfig
 from schemas.results.model import ModelRef
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.tapes import Tapes
 
 GPU = Buckets.of(torch.device("cuda"))
 LAYERS, ROWS, PROMPTS, LENGTH = 24, 64, 8, 512
 ENDS = range(4)
 """Tokens that end a completion. Each has a probability of about 1 / 512, so that a completion has 128 tokens on average."""
+ENDS_SOON = range(16)
+"""The same for 32 tokens on average: whether a rollout captures a graph does not depend on its length, up to 512 tokens."""
+VOCABULARY = 151_936
+NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
 EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
 READS = frozenset(["tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select"])
@@ -90,6 +96,29 @@ def _goes_to_a_device(name: str, args: Any, kwargs: Any) -> bool:
     return name == "to" and any(isinstance(value, torch.device | str) for value in [*args, kwargs.get("device")])
 
 
+class Passes(TorchDispatchMode):
+    """Counts the operations that read all logits of so many rows. A gather reads what it returns, and a view nothing."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = [value.numel() for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        # The last block of the vocabulary may be read by itself.
+        reads = func._schema.name.partition("::")[2] not in {*VIEWS, "gather"}
+        self.count += reads and any(size > 0.9 * self.elements for size in sizes)
+        return func(*args, **(kwargs or {}))
+
+
+def passes_per_token(dtype: torch.dtype, sampling: Sampling) -> int:
+    """Operations that read all logits to draw a token, on the meta device, which takes the ways of a GPU."""
+    logits = torch.empty(ROWS, VOCABULARY, dtype=dtype, device="meta")
+    with Passes(logits.numel()) as passes:
+        sample_tokens(logits, torch.empty(ROWS, dtype=torch.float64, device="meta"), sampling)
+    return passes.count
+
+
 @contextmanager
 def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingLoop], None]) -> Iterator[None]:
     """Calls both around every step of every loop."""
@@ -112,14 +141,11 @@ def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingL
 def gpu_ways() -> Iterator[None]:
     """A step takes the ways of a GPU, where tokens are drawn by more kernels and products are put into their places by fewer."""
 
-    def drawn(logp: Tensor, uniform: Tensor) -> Tensor:
-        return decoding_loop.inverse_cdf_in_blocks(logp.exp().double(), uniform)
-
     def multiplied(part: Tensor, multiply: Callable[..., Tensor]) -> None:
         multiply(out=part)
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (decoding_loop, "_inverse_cdf", drawn),
+        (decoding_loop, "_draw", decoding_loop.draw_in_blocks),
         (decoding_cache, "multiply_into", multiplied),
         (fused_decoder, "multiply_into", multiplied),
     ]
@@ -143,21 +169,46 @@ def decode_counts() -> dict[str, float]:
     for name, adapter in (("kernels_per_decode_step", False), ("kernels_per_decode_step_adapter", True)):
         one, two = (_kernels(layers, adapter=adapter) for layers in (1, 2))
         counts[name] = float(one + (LAYERS - 1) * (two - one))
-    engine = _engine(_model({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, 1, torch.float32))
+    engine = _engine(_model(NARROW, 1, torch.float32))
     engine._end_ids = frozenset(ENDS)
-    steps, shapes = [0], set()
+    steps = [0]
 
-    def count(loop: DecodingLoop) -> None:
+    def count(_: DecodingLoop) -> None:
         steps[0] += 1
-        shapes.add((len(loop.tokens), len(loop.state.cache._columns)))  # type: ignore[attr-defined]
 
     # The check against the model's own forward pass comes before the first completion, once for an engine.
     engine.generate(_requests()[:1], Sampling.of(RolloutConfig(max_completion_length=1)))
     with each_step(count, lambda _: None), Reads() as reads:
         engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
     counts["host_syncs_per_decode_step"] = reads.count / steps[0]
-    counts["captures_per_rollout"] = float(len(shapes))
+    counts["passes_per_token"] = float(passes_per_token(torch.bfloat16, Sampling.of(RolloutConfig())))
+    first, later = captures()
+    counts |= {"captures_of_the_first_rollout": float(first), "captures_of_a_later_rollout": float(later)}
+    one, two = (_kept_bytes(layers) for layers in (1, 2))
+    counts["kept_bytes"] = float(one + (SHAPES["qwen2.5-1.5b"]["num_hidden_layers"] - 1) * (two - one))
     return counts
+
+
+def captures() -> tuple[int, int]:
+    """Graphs that a rollout of 64 completions captures, and that the two after it capture, with other prompts and lengths."""
+    tapes = Tapes()
+    engine = _engine(_model(NARROW, 1, torch.float32), capture=tapes)
+    engine._end_ids = frozenset(ENDS_SOON)
+    found = []
+    for number in range(3):
+        engine.generate(_requests(number), Sampling.of(RolloutConfig(max_completion_length=2 * LENGTH)))
+        engine.sync()
+        found.append(tapes.count)
+    return found[0], found[-1] - found[0]
+
+
+def _kept_bytes(layers: int) -> int:
+    """Bytes that an engine keeps behind a rollout of 64 completions of at most 512 tokens, with heads as those of 1.5B."""
+    shape = {"hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 2}
+    engine = _engine(_model(shape, layers, torch.bfloat16), capture=Tapes())
+    engine._end_ids = frozenset(range(LENGTH))  # whatever comes
+    engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
+    return engine._graphs.num_bytes
 
 
 def _kernels(layers: int, *, adapter: bool) -> int:
@@ -186,15 +237,16 @@ def _model(shape: dict[str, int], layers: int, dtype: torch.dtype) -> PreTrained
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
-def _engine(model: CausalLM) -> LocalEngine:
-    engine = LocalEngine(model, load_tokenizer(ModelRef(path="embedded:base")))
+def _engine(model: CausalLM, capture: Tapes | None = None) -> LocalEngine:
+    engine = LocalEngine(model, load_tokenizer(ModelRef(path="embedded:base")), capture=capture)
     engine._buckets = GPU
     return engine
 
 
-def _requests() -> list[Request]:
-    prompts = [list(range(5, 20 + index)) for index in range(PROMPTS)]
-    return [Request(prompts[index * PROMPTS // ROWS], seed=index) for index in range(ROWS)]
+def _requests(number: int = 0) -> list[Request]:
+    """Of a rollout: each has other prompts, of other lengths."""
+    prompts = [list(range(5 + number, 20 + 3 * number + index)) for index in range(PROMPTS)]
+    return [Request(prompts[index * PROMPTS // ROWS], seed=number * ROWS + index) for index in range(ROWS)]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ any of it.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -23,9 +23,11 @@ from transformers import Qwen2Config
 
 from grpo_tasks.grpo.learner import make_optimizer
 from grpo_tasks.planning.live_memory import LiveMemory
-from grpo_tasks.planning.memory_plan import META, Groups, PassCounts, count_pass, meta_policy
+from grpo_tasks.planning.memory_plan import GIB, META, Groups, PassCounts, StagePlan, count_pass, meta_policy
 from grpo_tasks.policy.logprobs import score_tokens
 from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from tests.benchmarks.count_decode import decode_counts
 from tests.benchmarks.shapes import SHAPES
@@ -38,6 +40,8 @@ VOCABULARY = 151_936
 PROMPT = 512
 EVEN = Groups.equal(prompts=2, prompt_length=PROMPT, group_size=16, completion_length=1024)
 MIXED = Groups([PROMPT, 301], [[64 + 61 * index for index in range(16)], [1024 - 37 * index for index in range(16)]])
+SIZES = ((1, 2), (1, 18), (4, 14), (16, 16))
+"""Groups, and completions in each: passes of 2,600, 19,000, 59,000 and 270,000 tokens."""
 LAYERS = 24
 """Layers that counts of kernels are given for."""
 ADAPTED = 2 * 7 * SHAPE["num_hidden_layers"]
@@ -92,6 +96,22 @@ def count(layers: int, groups: Groups = EVEN, *, shape: str = "qwen2.5-1.5b", ra
     return count_pass(meta_policy(architecture(layers, shape), config), groups)
 
 
+def plan_of(architecture: Qwen2Config, *, resources: ResourcesConfig | None = None, **model: Any) -> StagePlan:
+    """The plan of a stage with 16 completions of 1,024 tokens to each prompt of 512, and an adapter of rank 32, bfloat16."""
+    config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": 32, "lora_alpha": 64}} | model)
+    sizes = {"num_generations": 16, "per_device_train_batch_size": 16, "max_tokens_per_microbatch": "auto"}
+    stage = StageConfig(name="s", rewards=["format"], **sizes)
+    rollout = RolloutConfig(max_completion_length=1024)
+    return StagePlan(config, rollout, stage, resources or ResourcesConfig(), architecture, PROMPT, 80 * GIB)
+
+
+def plan_errors(plan: StagePlan, sizes: Sequence[tuple[int, int]] = SIZES) -> list[float]:
+    """Planned bytes / counted bytes - 1 of passes with so many groups and completions in each."""
+    length, policy = plan.rollout.max_completion_length, meta_policy(plan.architecture, plan.model)
+    passes = [count_pass(policy, Groups.equal(groups, plan.prompt_length, size, length)) for groups, size in sizes]
+    return [plan.update(found.tokens) / found.peak - 1 for found in passes]
+
+
 def pass_rows() -> Iterator[PassRow]:
     """Passes of two and of four layers, scaled up: the difference is two layers."""
     for shape, rank, size in product(SHAPES, RANKS, GROUP_SIZES):
@@ -133,6 +153,8 @@ def update_counts() -> Iterator[Count]:
     checkpointed = count(SHAPE["num_hidden_layers"], gradient_checkpointing=True)
     yield Count("with checkpointing: saved, MiB", "no sharing", 0.10, checkpointed.saved / checkpointed.tokens / MIB)
     yield Count("with checkpointing: peak, MiB", "no sharing", 0.25, checkpointed.peak / checkpointed.tokens / MIB)
+    errors = plan_errors(plan_of(architecture(SHAPE["num_hidden_layers"]), gradient_checkpointing=True))
+    yield Count("grpo plan against counted passes up to 270k tokens", "0.55", 0.03, max(map(abs, errors)))
     two, four = (count(layers, MIXED) for layers in (2, 4))
     layer = (four.kernels - two.kernels) / 2
     yield Count(f"kernels_per_pass, {LAYERS} layers, without the head", "11,700", 4500, LAYERS * layer)
@@ -180,7 +202,10 @@ def decode_rows() -> Iterator[Count]:
     yield Count(f"kernels_per_decode_step, {LAYERS} layers", "689-857", 650, found["kernels_per_decode_step"])
     yield Count("the same, adapter apart from 16-bit weights", "-", 650, found["kernels_per_decode_step_adapter"])
     yield Count("host_syncs_per_decode_step", "2", 0.15, found["host_syncs_per_decode_step"])
-    yield Count("captures of a rollout, 64 rows", "16", 1, found["captures_per_rollout"])
+    yield Count("captures, first rollout of 64 rows", "16", 1, found["captures_of_the_first_rollout"])
+    yield Count("captures, the two rollouts after it", "32", 0, found["captures_of_a_later_rollout"])
+    yield Count("passes over the logits per token", "15", 3, found["passes_per_token"])
+    yield Count("bytes that outlive a rollout of 64 x 512 tokens, MiB", "a batch, by chance", 1100, found["kept_bytes"] / MIB)
 
 
 def head_kernels(tokens: int = 10_000) -> int:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.losses import LossInputs, policy_loss
 from grpo_tasks.grpo.measure import UpdateFigures
-from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.microbatches import Microbatches, make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Rollout
 from grpo_tasks.policy.folded_adapter import CausalLM
@@ -23,7 +23,7 @@ STAGE = StageConfig(name="s", rewards=["format"], num_generations=GROUP, per_dev
 ROW = PromptRow("0" * 16, "rows.jsonl", 1, ({"role": "user", "content": "1+1?"},), "2", 1, {})
 
 
-def microbatches(device: torch.device) -> list[Microbatch]:
+def microbatches(device: torch.device) -> Microbatches:
     """Two microbatches of two groups, with lengths that differ."""
     lengths = [5 + 3 * index for index in range(PROMPTS * GROUP)]
     completions = [Completion([7 + row, *[9] * (size - 1)], [-1.0] * size, "", "stop") for row, size in enumerate(lengths)]

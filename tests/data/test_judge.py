@@ -9,7 +9,10 @@ import pytest
 from grpo_tasks.data.judge import assign_splits
 from grpo_tasks.data.rules import BY_NAME, RULES
 from grpo_tasks.data.table import read_prompts
+from grpo_tasks.data.validation import split_warnings
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
+from tests.data.conftest import STAGE
 
 
 def ask(question, answer="1"):
@@ -255,6 +258,24 @@ def test_few_rows_fill_both_splits_and_no_position_decides(write, verdict_on, co
         assert wanted.split("eval").height == 3
         # The row that was held out alone is still held out among more.
         assert only in wanted.split("eval")["prompt_id"].to_list()
+
+
+def test_rows_that_a_minimum_moves_are_said(write, verdict_on):
+    rows = [{"question": f"What is {number} + 1?", "answer": str(number)} for number in range(8)]
+
+    def said(fraction, **validation):
+        sections = {"data": {"train": [{"path": write(*rows)}], "eval_fraction": fraction}, "validation": validation}
+        config = RunConfig.model_validate({**sections, "stages": [STAGE]})
+        return split_warnings(verdict_on(**sections), config)
+
+    assert said(0.001, min_eval_rows=3) == [
+        "3 of 8 rows are held out, because of validation.min_eval_rows: 3; data.eval_fraction: 0.001 alone holds out 0"
+    ]
+    assert said(0.999, min_train_rows=2) == [
+        "6 of 8 rows are held out, because of validation.min_train_rows: 2; data.eval_fraction: 0.999 alone holds out 8"
+    ]
+    # As the share alone has it, whether or not a minimum is just met.
+    assert said(0.5) == []
 
 
 def test_one_row_is_in_one_split_and_copies_stay_together(judged):

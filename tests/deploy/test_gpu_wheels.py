@@ -3,7 +3,9 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import venv
 import zipfile
 from importlib import metadata
@@ -76,7 +78,8 @@ def imports(python, *modules, hidden=()):
 
 
 def test_everything_that_runs_on_a_gpu_machine_finds_its_packages(machine):
-    modules = ["tests.gpu.test_passes", "tests.gpu.test_stages", "tests.benchmarks.gpu", "tests.benchmarks.sides"]
+    modules = ["tests.gpu.test_passes", "tests.gpu.test_stages", "tests.gpu.test_compile", "tests.benchmarks.gpu"]
+    modules += ["tests.benchmarks.sides"]
     modules += ["grpo_tasks.grpo.__main__", "grpo_tasks.rewards.worker", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config"]
     done = imports(machine, *modules)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -114,9 +117,51 @@ def test_the_script_installs_wheels_and_ends_with_the_tests_status(tmp_path, mac
     assert "tests/gpu" in (tmp_path / "caller" / "found" / "tests.txt").read_text()
 
 
+HANGS = """
+import time
+
+def test_ends():
+    pass
+
+def test_hangs():
+    time.sleep(600)
+"""
+FAKE = f"""#!/bin/bash
+case "$*" in
+*test_passes*) exec {sys.executable} "$@" ;;
+*test_stages*) echo "tests/gpu/test_stages.py::test_ends PASSED"; trap "" INT; sleep 600 & wait; wait ;;
+*benchmarks*) echo measured >"$OUT"; sleep 600 ;;
+esac
+"""
+"""An interpreter: the first part hangs in pytest, the second hears no SIGINT, and the benchmark hangs."""
+
+
+def test_what_hangs_is_ended_and_what_ended_before_is_reported(tmp_path):
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "deploy")
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_passes.py").write_text(HANGS)
+    (tmp_path / "python").write_text(FAKE)
+    (tmp_path / "python").chmod(0o755)
+    limits = {"TEST_SECONDS": "16", "KILL_SECONDS": "3", "BENCH_SECONDS": "-59", "OUT": str(tmp_path / "measured")}
+    # As in the background of a script.
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        done = run(["bash", tmp_path / "deploy" / "gpu-check.sh", "run", "found"], tmp_path, PYTHON="./python", **limits)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert done.returncode != 0
+    report = (tmp_path / "found" / "tests.txt").read_text()
+    assert "test_passes.py::test_ends PASSED" in report
+    assert "1 passed" in report, "pytest sums up"
+    assert "test_stages.py::test_ends PASSED" in report
+    assert "test_compile.py: the time has ended" in report
+    assert (tmp_path / "measured").exists()
+
+
 def test_the_gpu_tests_pass_on_a_machine_without_one(tmp_path, machine):
     # A compiled layer takes a minute, and a killed stage half of one; other tests have both.
-    chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_risky.py::test_compiled_layers_give_the_same_numbers"}
+    chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_compile.py::test_compiled_layers_give_the_same_numbers"}
     chosen["TEST_ARGS"] += " --deselect=tests/gpu/test_stages.py::test_a_stage_that_is_killed_and_resumed_ends_in_the_same_bytes"
     limits = {"TEST_SECONDS": "600", "BENCH_SECONDS": "0", "BENCH_ARGS": "--device cpu"}
     done = run(["bash", SCRIPT, "run", "found"], tmp_path, PYTHON=str(machine), GRPO_TEST_DEVICE="cpu", **chosen, **limits)

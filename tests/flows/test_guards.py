@@ -59,7 +59,8 @@ def test_every_module_of_a_steps_process_counts_in_its_key(place, monkeypatch):
             modules = {name for name in found if (ROOT / f"{name.replace('.', '/')}.py").exists()}
             imported.setdefault(log.parts[-3], set()).update(modules)
     for step, module in PROCESSES.items():
-        assert len(imported[step]) > 20
+        # That its process said what it imports; a merge needs the fewest.
+        assert len(imported[step]) > 10, step
         assert not module or module in imported[step]
     for step, names in imported.items():
         assert {name for name in names if not name.startswith(MACHINERY)} <= set(code_behind(f"grpo_tasks.steps.{step}")), step

@@ -25,6 +25,7 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """What TRL's own trainer leaves after two updates of another task."""
+    from accelerate.state import AcceleratorState
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -34,6 +35,8 @@ def checkpoint(tmp_path_factory):
     settings = SFTConfig(output_dir=str(folder), max_steps=2, save_steps=2, learning_rate=1e-2, report_to="none", use_cpu=True)
     lora = LoraConfig(**LORA, target_modules="all-linear", task_type="CAUSAL_LM")
     SFTTrainer(resolve("embedded:base"), args=settings, train_dataset=Dataset.from_list(rows), peft_config=lora).train()
+    # It chooses bfloat16, and accelerate keeps that for the whole process: later tests could train nothing else.
+    AcceleratorState._reset_state(reset_partial_state=True)
     return folder / "checkpoint-2"
 
 

@@ -181,3 +181,19 @@ def test_no_cell_is_cut_and_no_line_is_too_long(section, width):
     order = [section.extra.index(name) for name in left_out]
     assert all(before < after for before, after in pairwise(order)), "those that matter least are left out"
     assert not order or order[-1] == len(section.extra) - 1 or section.extra[-1] in empty
+
+
+def test_sentences_break_between_words_in_a_terminal_only(monkeypatch):
+    path = f"/data/{'very-long-folder/' * 4}report.md"
+    line = f"  fix format/signal: raise num_generations or rollout.temperature of this stage, then read {path} again"
+    for terminal, width in ((True, 40), (False, 40)):
+        written = StringIO()
+        monkeypatch.setattr(show, "out", Console(file=written, width=width, force_terminal=terminal))
+        show.tell(line)
+        lines = written.getvalue().splitlines()
+        assert " ".join(part.strip() for part in lines) == line.strip()
+        if terminal:
+            assert all(len(part) < width or part.strip() == path for part in lines)
+            assert {part[:4] for part in lines[1:]} == {"    "}
+        else:
+            assert lines == [line]

@@ -22,10 +22,20 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def own_accelerator():
+def forget_device():
     """accelerate keeps its device for the whole process: the Accelerator of one test would be that of all later ones."""
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator():
+    forget_device()
+
+
+def on_device(model):
+    """The model, all of whose weights are where these tests claim to compute."""
+    assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
+    return model
 
 
 @pytest.fixture(autouse=True)

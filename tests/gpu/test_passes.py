@@ -9,9 +9,10 @@ from peft import LoraConfig, get_peft_model
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.sharded import gather_shards, shard
+from grpo_tasks.policy.sharded import every_process, gather_shards, shard
 from tests.attention.reference_kernel import masked_way
 from tests.attention.test_packed_attention import BATCHES, MODELS, model_of
+from tests.gpu.conftest import on_device
 from tests.ports import free_ports
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma3-window-16"]
@@ -59,14 +60,14 @@ def assert_same(found, wanted, tolerance):
 def test_float32_scores_and_gradients_are_those_of_a_cpu(name, layout, device):
     policy = policy_of(name)
     wanted = results(policy, batch_on(torch.device("cpu")), layout)
-    assert_same(results(copy.deepcopy(policy).to(device), batch_on(device), layout), wanted, 1e-4)
+    assert_same(results(on_device(copy.deepcopy(policy).to(device)), batch_on(device), layout), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_every_shape_of_a_batch_gives_the_numbers_of_a_cpu(kind, device):
     policy = policy_of("qwen2")
     wanted = results(policy, batch_on(torch.device("cpu"), kind))
-    assert_same(results(copy.deepcopy(policy).to(device), batch_on(device, kind)), wanted, 1e-4)
+    assert_same(results(on_device(copy.deepcopy(policy).to(device)), batch_on(device, kind)), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -74,7 +75,7 @@ def test_the_way_with_a_mask_gives_the_numbers_of_a_cpu(name, device, monkeypatc
     policy = policy_of(name)
     wanted = results(policy, batch_on(torch.device("cpu")))
     masked_way(monkeypatch)
-    assert_same(results(copy.deepcopy(policy).to(device), batch_on(device)), wanted, 1e-4)
+    assert_same(results(on_device(copy.deepcopy(policy).to(device)), batch_on(device)), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -85,7 +86,7 @@ def test_16_bit_scores_are_near_those_of_float32(name, dtype, device):
     for parameter in policy.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    policy.to(device)
+    on_device(policy.to(device))
     packed, plain = (results(policy, batch_on(device), layout) for layout in ("packed", "plain"))
     off = (plain[0] - exact[0]).abs().mean()
     assert (packed[0] - exact[0]).abs().mean() < 2 * off + 1e-3
@@ -93,7 +94,7 @@ def test_16_bit_scores_are_near_those_of_float32(name, dtype, device):
 
 
 def test_gradient_checkpointing_changes_no_bit(device):
-    policy = policy_of("qwen2").to(device)
+    policy = on_device(policy_of("qwen2").to(device))
     for parameter in policy.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -110,14 +111,14 @@ def test_gradient_checkpointing_changes_no_bit(device):
 
 
 def test_one_rank_with_sharded_weights_gives_the_same_numbers(device, monkeypatch):
-    wanted = results(policy_of("qwen2").to(device), batch_on(device))
+    wanted = results(on_device(policy_of("qwen2").to(device)), batch_on(device))
     [port] = free_ports(1)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 1, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        policy = policy_of("qwen2").to(device)
-        shard(policy)
+        policy = on_device(policy_of("qwen2").to(device))
+        shard(policy, every_process(device))
         assert_same(results(policy, batch_on(device)), wanted, 1e-4)
     finally:
         torch.distributed.destroy_process_group()

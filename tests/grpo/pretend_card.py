@@ -6,6 +6,7 @@ number or of a copy that is not `non_blocking`, the line of our code is recorded
 """
 
 import sys
+import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -21,6 +22,8 @@ CARD = torch.device("card:0")
 WAITS = Counter()
 """How often each line waited: ("learner.py:120", operation) -> times."""
 
+LOG = []
+"""The lines that waited, in their order, and what a test adds."""
 PAGEABLE = "copy of pageable memory"
 
 # CUDA accepts these with tensors of both places: copies, and reads by an index on the host.
@@ -33,6 +36,33 @@ WAITING |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_d
 INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
+class Memory:
+    """Bytes on the card, from `watch` on."""
+
+    def __init__(self):
+        self.peak, self._storages = None, {}
+
+    def watch(self):
+        """Start, or forget the peak so far."""
+        self.peak = self.now
+
+    @property
+    def now(self):
+        """Of the storages that live; FSDP2 frees one by making it empty."""
+        self._storages = {key: storage for key, storage in self._storages.items() if storage() is not None}
+        return sum(storage().nbytes() for storage in self._storages.values())
+
+    def add(self, host):
+        """A tensor was made."""
+        if self.peak is not None:
+            storage = host.untyped_storage()
+            self._storages[storage._cdata] = weakref.ref(storage)
+            self.peak = max(self.peak, self.now)
+
+
+MEMORY = Memory()
+
+
 class OnCard(torch.Tensor):
     """A tensor on the card; `host` has its numbers."""
 
@@ -42,6 +72,7 @@ class OnCard(torch.Tensor):
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CARD
         )
         made.host = host
+        MEMORY.add(host)
         return made
 
     def tolist(self):
@@ -85,6 +116,7 @@ def _record(waited):
     line = _line()
     if waited is not None and line is not None:
         WAITS[line, waited] += 1
+        LOG.append(line)
 
 
 def _is_card(device):

@@ -28,8 +28,13 @@ def prepared(stages, name, **settings):
 def gradient(trainer, microbatches):
     """Gradient of the adapter's second matrices (the first have none at the start), in an update of MANY_TOKENS tokens."""
     tokens = sum(int(microbatch.tokens.completion_mask.sum()) for microbatch in microbatches)
+
     # The weights that the loss of so large an update would give these tokens.
-    small = [replace(microbatch, weights=microbatch.weights * tokens / MANY_TOKENS) for microbatch in microbatches]
+    def small_of(rows):
+        microbatch = microbatches.build(rows)
+        return replace(microbatch, weights=microbatch.weights * tokens / MANY_TOKENS)
+
+    small = replace(microbatches, build=small_of)
     figures = trainer.learner.update(small, None)
     norm = sum(p.grad.double().square().sum() for p in trainer.learner.model.parameters() if p.grad is not None).sqrt()
     assert figures.grad_norm == pytest.approx(norm.item(), rel=1e-3)

@@ -81,6 +81,43 @@ def test_each_live_completion_is_in_one_microbatch_with_its_weights(lengths, pro
         assert budget is None or tokens <= budget or len(each.indices) == 1
 
 
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=6, max_size=6),
+    budget=st.integers(1, 60),
+    times=st.integers(1, 3),
+)
+@settings(max_examples=20)
+def test_halved_microbatches_are_the_same_update(lengths, budget, times):
+    _, whole = split(lengths, [3, 4, 2], max_tokens_per_microbatch=budget)
+    old = [torch.arange(each.weights.numel()).view(each.weights.shape) for each in whole]
+    parts, parts_old = whole, old
+    for _ in range(times):
+        parts, parts_old = parts.halved(parts_old)
+    assert [index for each in parts for index in each.indices] == [index for each in whole for index in each.indices]
+    assert max(len(each.indices) for each in parts) == -(-max(len(each.indices) for each in whole) // 2**times)
+    assert parts.divisible == any(len(each.indices) > 1 for each in parts)
+    both = list(zip(whole, old, strict=True))
+    rows = {index: (each, each_old, row) for each, each_old in both for row, index in enumerate(each.indices)}
+    for part, part_old in zip(parts, parts_old, strict=True):
+        width = part.weights.shape[1]
+        for row, index in enumerate(part.indices):
+            wanted, wanted_old, place = rows[index]
+            assert part.weights[row].equal(wanted.weights[place, :width])
+            assert part.advantages[row].equal(wanted.advantages[place])
+            assert part_old[row, :width].equal(wanted_old[place, :width])
+
+
+def test_microbatches_are_built_one_by_one_and_once():
+    _, found = split([3, 5, 4, 2], [2, 2], per_device_train_batch_size=2)
+    built, build = [], found.build
+    found.build = lambda rows: built.append(rows) or build(rows)
+    first, second = iter(found), iter(found)
+    assert (len(found), built) == (2, [])
+    assert next(first) is next(second)
+    assert built == [[0, 1]]
+    assert [list(each.indices) for each in found] == [[0, 1], [2, 3]] == built
+
+
 def test_truncated_completions_are_left_out_when_they_are_masked():
     _, [found] = split([3, 9, 4, 9], [2, 2], mask_truncated_completions=True)
     assert list(found.indices) == [0, 2]

@@ -136,6 +136,21 @@ def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card
     assert_same(host, card)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
+def test_a_card_never_holds_more_than_its_shards_and_a_layer(stages, on_card, model):
+    stage = stages.write("half", model=model, resources={"fsdp": True})
+    on_card(stage.root, "half")
+    found = json.loads((stage.root / "half.json").read_text())
+    half = found["whole"] / 2
+    assert half <= found["loaded"] <= 1.01 * half
+    assert found["loading"] <= 1.02 * (half + found["layer"]) < 0.9 * found["whole"]
+    # A copy for servers, of which the card sees a layer at a time, twice while it is gathered.
+    assert found["copy is on"] == "cpu"
+    assert found["copied"] <= 1.01 * half
+    assert found["copying"] <= 1.02 * (half + 2 * found["layer"])
+
+
 PAGEABLE = "copy of pageable memory"
 WAITS = {
     "x.sum().item()": "_local_scalar_dense",
@@ -185,8 +200,23 @@ def test_an_update_waits_for_the_card_only_for_its_figures(both):
     # All that is built for a pass or a step goes to the card from pinned memory.
     assert [line for _, line, operation in waits if operation == PAGEABLE] == []
     waiting = {line.partition(":")[0] for _, line, _ in waits}
-    # The check against transformers' own forward pass is once in a stage, before the first one.
-    assert waiting <= {*counts, *sampling, "forward_check.py"}
+    # The check against transformers' own forward pass is once in a stage, before the first one; a checkpoint takes what it saves.
+    assert waiting <= {*counts, *sampling, "forward_check.py", "checkpoint.py"}
+
+
+@pytest.mark.slow
+def test_the_next_microbatch_is_built_before_the_host_waits_for_this_one(stages, on_card):
+    settings = {"skip_dead_groups": False, "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    directory = stages.write("card", **settings)
+    on_card(directory.root)
+    log = json.loads((directory.root / "log.json").read_text())
+    # The check against transformers' own forward pass is a part of the first pass of a stage.
+    log = [what for what in log if not what.startswith("forward_check.py")]
+    places = [place for place, what in enumerate(log) if what in ("build", "pass")]
+    for first in (places[0], places[8]):
+        # A pass is launched, and the next microbatch is built while the card computes: nothing waits before the last one.
+        assert log[first : first + 8] == ["build", "pass"] * 4
+        assert log[first + 8].startswith("measure.py")
 
 
 @pytest.fixture

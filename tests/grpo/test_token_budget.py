@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.planning.memory_plan import RESERVE
+from grpo_tasks.planning.memory_plan import GIB, RESERVE
 from grpo_tasks.policy.load import trainable_policy
+from grpo_tasks.rollout.engine import NoEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.stage.journal import Events
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -32,8 +34,12 @@ TOTAL = RESERVE + 40 * 2**20
 class ReportedMemory(token_budget.CudaMemory):
     """A memory that reports so many bytes for each token of a pass, and is full above a number of tokens."""
 
-    def __init__(self, bytes_per_token, most=10**9):
+    def __init__(self, bytes_per_token, most=10**9, others=0):
         self.total, self.bytes_per_token, self.most, self.sizes = TOTAL, bytes_per_token, most, []
+        self.others = others
+
+    def usable(self):
+        return self.total - self.others
 
     def begin(self):
         return 0.0
@@ -83,8 +89,10 @@ def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, reported_mem
         sizes[name] = trainer.stage.max_tokens_per_microbatch
         assert kept == {"calculated": kept["calculated"], "measured": sizes[name], "checkpointing": False}
         [event] = [event for event in events(directory) if event["event"] == "token_budget"]
-        assert event["detail"] == f"{sizes[name]} tokens a pass by measurement, {kept['calculated']} by calculation"
-    # Four times the bytes leave room for less than a third of the tokens; less than a quarter, because the head takes its part.
+        room = "1.5 of 1.5 GiB are free or in use by this stage"
+        by_calculation = f"{kept['calculated']} by calculation for all of it"
+        assert event["detail"] == f"{sizes[name]} tokens a pass by measurement: {room}; {by_calculation}"
+    # Four times the bytes leave room for a quarter of the tokens.
     assert sizes["heavy"] < sizes["light"] / 3
 
 
@@ -128,7 +136,8 @@ def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, rep
         shutil.rmtree(cut.checkpoints / later)
     shutil.rmtree(cut.final)
     cut.result.unlink()
-    memory = reported_memory(10_000)
+    # Less is free now, which changes nothing.
+    memory = reported_memory(10_000, others=30 * 2**20)
     resumed = train(cut)
     assert resumed.counters.resumed == 1
     assert memory.sizes == []  # not measured again
@@ -146,6 +155,67 @@ def test_another_card_is_measured_again(stages, reported_memory):
     directory.result.unlink()
     train(directory)
     assert memory.sizes
+
+
+def measured(stages, memory, name="stage", *, sharded=False, **settings):
+    """The number of tokens of a stage, and its directory."""
+    directory = stages.write(name, **AUTO | settings)
+    spec = StageSpec.load(directory.spec)
+    policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
+    policies = Policies(policy, spec, Ranks(Accelerator(cpu=True)))
+    policies.mesh = object() if sharded else None
+    memory.sizes.clear()
+    given = with_token_budget(spec, policy, 40, memory.total), policies, directory, Events(directory.events, writes=True)
+    return with_measured_budget(*given, 40, NoEngine()).max_tokens_per_microbatch, directory
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_others_hold_of_the_card_makes_passes_smaller(stages, reported_memory, sharded):
+    tokens, calculated = [], set()
+    for mib in (0, 20):
+        memory = reported_memory(60_000, others=mib * 2**20)
+        found, directory = measured(stages, memory, f"others-{mib}", sharded=sharded)
+        tokens.append(found)
+        calculated.add(json.loads(directory.token_budget.read_text())["calculated"])
+        [event] = events(directory)
+        assert f"{memory.usable() / GIB:.1f} of {memory.total / GIB:.1f} GiB" in event["detail"]
+        # Sharded passes are not tried.
+        assert bool(memory.sizes) != sharded
+    assert tokens[1] < 0.8 * tokens[0]
+    # What a resumed stage compares does not know of them.
+    assert len(calculated) == 1
+
+
+def test_a_server_in_the_plan_is_not_charged_twice(stages, reported_memory):
+    tokens = []
+    for share in (0.0, 0.5, 0.6):
+        memory = reported_memory(60_000, others=share * 4 * GIB)
+        memory.total = 4 * GIB
+        vllm = {"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.5}}
+        tokens.append(measured(stages, memory, f"server-{share}", rollout=vllm)[0])
+    assert tokens[0] == tokens[1] > tokens[2]
+
+
+def test_a_card_that_others_fill_is_named_with_both_numbers(stages, reported_memory):
+    with pytest.raises(ModelError, match=r"does not fit into 2 GiB, of which 1\.\d GiB are taken by others") as caught:
+        measured(stages, reported_memory(1, others=TOTAL - 100))
+    assert "nvidia-smi" in caught.value.fix
+
+
+def test_only_what_the_allocator_can_give_back_counts_as_free(monkeypatch):
+    card = {"free": 3, "allocated": 5, "cached": 7, "in pools of graphs": 2, "others": 11}
+
+    def empty_cache():
+        card["free"] += card["cached"]
+        card["cached"] = 0
+
+    total = SimpleNamespace(total_memory=sum(card.values()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card["free"], total.total_memory))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: card["allocated"])
+    memory = token_budget.CudaMemory(torch.device("cuda"))
+    assert (memory.usable(), memory.total) == (3 + 5 + 7, 28)
 
 
 @pytest.mark.slow

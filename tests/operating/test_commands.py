@@ -7,6 +7,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
@@ -16,9 +17,10 @@ from prefect.utilities.importtools import import_object
 from flows.deployments import deployments, served
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
+from grpo_tasks.kit import cards
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import database_url, mlflow_environment, prefect_environment
-from grpo_tasks.operating.doctor import _mlflow
+from grpo_tasks.operating.doctor import _device, _mlflow
 from grpo_tasks.operating.servers import Stack
 from schemas.errors import UserError
 
@@ -102,6 +104,19 @@ def ours(name):
 
 
 @pytest.mark.slow
+def test_doctor_names_a_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cards, "cards_here", lambda: cards.Cards(0, ""))
+    assert _device().ok
+    monkeypatch.setattr(cards, "cards_here", lambda: cards.Cards(2, "535.104.05"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = _device()
+    assert not found.ok
+    assert "2 GPUs that torch cannot use: the driver is 535.104.05" in found.detail
+    assert "fix: install driver 580 or newer" in found.detail
+
+
 def test_doctor_opens_database_and_artifacts_without_a_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

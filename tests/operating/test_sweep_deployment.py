@@ -26,7 +26,8 @@ def test_a_sweep_from_the_form_is_compared_in_mlflow(page, operated):
     page.wait_for_url(re.compile(r"/deployments/deployment/[0-9a-f-]+\?tab=Runs|/runs/flow-run/"))
     [run] = operated.runs_of("sweep")
     ended = operated.wait(run["id"], "COMPLETED")
-    assert ended["state"]["message"].startswith("best: ")
+    # A few updates of small models may leave them within their intervals.
+    assert ended["state"]["message"].startswith(("best: ", "tie: "))
 
     artifact(page, operated, run["id"], "sweep-links")
     page.get_by_role("link", name="the sweep in MLflow").wait_for(timeout=RUN_LIMIT_MS)

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
+from grpo_tasks.kit import cards
 from grpo_tasks.policy.load import load_base, load_policy, pick_device, save_trained, trainable_policy
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -46,15 +47,32 @@ def test_an_adapter_of_which_a_part_reaches_no_layer_is_refused(base_ref, tokeni
             assert caught.value.place == str(tmp_path)
 
 
-def test_deterministic_kernels_do_not_fill_new_memory():
+@pytest.fixture
+def kept_determinism():
     kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield
+    torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+
+
+@pytest.mark.usefixtures("kept_determinism")
+def test_deterministic_kernels_do_not_fill_new_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        pick_device(ResourcesConfig(device="cpu"))
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+    pick_device(ResourcesConfig(device="cpu"))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.usefixtures("kept_determinism")
+def test_only_device_cpu_ignores_a_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cards, "cards_here", lambda: cards.Cards(0, ""))
+    assert pick_device(ResourcesConfig(device="auto")).type == "cpu"
+    monkeypatch.setattr(cards, "cards_here", lambda: cards.Cards(1, "535.104.05"))
+    for device in ("auto", "cuda"):
+        with pytest.raises(ModelError, match=r"a GPU that torch cannot use: the driver is 535\.104\.05"):
+            pick_device(ResourcesConfig(device=device))
+    assert pick_device(ResourcesConfig(device="cpu")).type == "cpu"
 
 
 def test_for_a_card_parts_of_16_bit_products_are_summed_in_float32(monkeypatch):

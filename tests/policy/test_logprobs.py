@@ -1,11 +1,15 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.planning.live_memory import LiveMemory
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.load import compile_layers, new_policy
+from grpo_tasks.policy.load import checkpoint_layers, compile_layers, new_policy
 from grpo_tasks.policy.logprobs import chunk_rows, completion_logprobs, score_tokens
 from schemas.config.model import ModelConfig
 from tests.attention.test_packed_attention import MODELS, model_of
@@ -164,3 +168,26 @@ def test_autocast_does_not_round_a_frozen_models_scores(batch, layout):
         scores = getattr(found, name)[batch.completion_mask]
         assert (scores.bfloat16() != scores).any()
         torch.testing.assert_close(scores, getattr(exact, name)[batch.completion_mask], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_packed_row_goes_with_its_backward_pass(policy, prompts, checkpointed, monkeypatch):
+    left, made = [], PackedAttention.__init__
+
+    def record(attention, *given):
+        made(attention, *given)
+        left.append(weakref.ref(attention))
+
+    monkeypatch.setattr(PackedAttention, "__init__", record)
+    if checkpointed:
+        checkpoint_layers(policy)
+    policy.train()
+    gc.disable()  # what lies in a cycle would stay on a card until Python looks for cycles
+    try:
+        batch = token_batch(prompts, [[7, 8, 9]] * 4, range(4), device=torch.device("cpu"))
+        left += [weakref.ref(tensor) for tensor in (batch.completion_ids, batch.packed.ids)]
+        completion_logprobs(policy, batch, temperature=1.0).logps.sum().backward()
+        del batch
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()

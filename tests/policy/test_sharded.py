@@ -7,7 +7,7 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.sharded import gather_shards, sampling_copy, shard, shard_like
+from grpo_tasks.policy.sharded import every_process, gather_shards, sampling_copy, shard, shard_like
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
 from tests.forked import in_processes
@@ -31,7 +31,7 @@ def compare():
     rank = torch.distributed.get_rank()
     for lora in ({}, None):
         alone, half = policy_of(lora), policy_of(lora)
-        shard(half)
+        shard(half, every_process(CPU))
         held = sum(parameter.to_local().numel() for parameter in half.parameters())
         assert held <= 0.51 * sum(parameter.numel() for parameter in alone.parameters()), held
 
@@ -58,6 +58,27 @@ def compare():
         for name, one in alone.named_parameters():
             if one.requires_grad:
                 torch.testing.assert_close(weights[name], one.detach())
+
+
+@pytest.fixture
+def only_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("only_process")
+def test_the_copy_to_sample_from_is_made_without_drawing_weights():
+    policy = policy_of({})
+    wanted = FoldedPolicy(policy).model(torch.arange(3, 30)[None]).logits
+    shard(policy, every_process(CPU))
+    state = torch.get_rng_state()
+    copy = sampling_copy(policy).model
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(copy(torch.arange(3, 30)[None]).logits, wanted, rtol=1e-4, atol=1e-4)
+    # Tied weights are there once.
+    assert copy.get_output_embeddings().weight is copy.get_input_embeddings().weight
+    assert not any(tensor.is_meta for tensor in (*copy.parameters(), *copy.buffers()))
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from schemas.config.rewards import BUILTIN_REWARDS
 TAGS = TagsConfig()
 OF_TEXT = [name for name in BUILTIN if name != "environment"]
 """The reward of an environment is that of the environment, whatever the text."""
-LONG = long_texts(TAGS, 1_000_000)
+LONG, SHORTER = long_texts(TAGS, 1_000_000), long_texts(TAGS, 100_000)
 BLANK = ("long_blanks", "long_invisible", "long_newlines")
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 
@@ -152,16 +152,21 @@ def test_correctness_reads_the_answer_block_only():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", OF_TEXT)
-def test_a_million_hostile_characters_take_under_100_ms(name, kind):
+def test_the_time_of_a_million_hostile_characters_grows_with_their_number(name, kind):
     text = LONG[kind]
     assert len(text) >= 1_000_000
     assert is_blank(text) == (kind in BLANK)
-    times = []
-    for _ in range(3):
-        began = time.process_time()
-        score(name, text)
-        times.append(time.process_time() - began)
-    assert min(times) < 0.1
+
+    def quickest(scored):
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            score(name, scored)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    # A pattern that goes back makes a hundred times the steps for ten times the characters. The clock counts in milliseconds.
+    assert quickest(text) < 30 * max(quickest(SHORTER[kind]), 0.005)
 
 
 def test_soft_overlong_equals_trl():

@@ -340,6 +340,57 @@ def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(servers, pol
     assert [path for path, _ in asked[-3:]] == [SLEEP, WAKE, UNLOAD]
 
 
+@pytest.fixture
+def beside(servers, monkeypatch):
+    """A server on the trainer's card, and what happens to the card: a list that grows."""
+    [server, *_], happened = servers, []
+    monkeypatch.setattr(server, "on_trainers_card", True)
+    restart = server.restart
+    monkeypatch.setattr(server, "restart", lambda: (happened.append("restart"), restart()))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("room"))
+    return server, happened
+
+
+@pytest.mark.slow
+def test_a_dead_server_on_the_trainers_card_gets_room_before_its_restart(beside, engine_on, prompts, wanted):
+    server, happened = beside
+    engine = engine_on([server])
+    kill(server)
+    happened.clear()
+    assert generate(engine, prompts) == wanted
+    assert happened == ["room", "restart"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sleep", [True, False])
+def test_a_server_on_the_trainers_card_is_not_restarted_in_an_update(beside, engine_on, policy, sleep):
+    server, happened = beside
+    engine = engine_on([server], sleep=sleep)
+    kill(server)
+    happened.clear()
+    engine.sleep()
+    if not sleep:
+        # Nobody asks a server that stays awake; a server that others sample from meanwhile would be found in the same way.
+        engine.pool.take_out(server, ServerGoneError("killed", place=server.address))
+    soon(lambda: engine.pool.replicas[0].state is State.OUT)
+    update(policy)
+    happened.append("update")
+    engine.sync()
+    # With sleep the gradients go first, too.
+    assert happened == ["update", *["room"] * (1 + sleep), "restart"]
+    assert all(parameter.grad is None for parameter in policy.parameters()) == sleep
+    assert engine.pool.serving == [server]
+
+
+@pytest.mark.slow
+def test_a_server_that_came_back_after_the_last_completion_sleeps_too(servers, engine_on):
+    engine = engine_on(servers, sleep=True)
+    engine.pool.take_out(servers[1], ServerGoneError("away for a while", place=servers[1].address))
+    soon(lambda: engine.pool.replicas[1].state is State.UP)
+    engine.sleep()
+    assert [server.asleep for server in servers] == [True, True]
+
+
 @pytest.mark.slow
 def test_waking_up_is_tried_again_as_often_as_servers_are_started_again(servers, engine_on):
     engine = engine_on(servers[:1], sleep=True, max_restarts=1)

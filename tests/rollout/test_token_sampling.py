@@ -7,9 +7,10 @@ import transformers
 from scipy import stats
 
 from grpo_tasks.rollout import decoding_loop
-from grpo_tasks.rollout.decoding_loop import inverse_cdf_in_blocks, sample_tokens, truncate, uniform_numbers
+from grpo_tasks.rollout.decoding_loop import draw_in_blocks, inverse_cdf_in_blocks, sample_tokens, truncate, uniform_numbers
 from grpo_tasks.rollout.engine import Sampling
 from schemas.config.rollout import RolloutConfig
+from tests.benchmarks.count_decode import passes_per_token
 
 CPU = torch.device("cpu")
 
@@ -48,10 +49,45 @@ def test_top_k_and_top_p_keep_the_likeliest_and_renormalise():
 
 @pytest.mark.parametrize("size", [5, 256, 1_000, 151_936])
 def test_a_gpu_draws_the_tokens_that_a_cpu_draws(size):
-    logp = (torch.randn(64, size, generator=torch.Generator().manual_seed(3)) * 4).log_softmax(-1)
+    logits = torch.randn(64, size, generator=torch.Generator().manual_seed(3)) * 4
     uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
-    assert torch.equal(inverse_cdf_in_blocks(logp.exp().double(), uniform), decoding_loop._inverse_cdf(logp, uniform))
-    torch.testing.assert_close(decoding_loop.sums_in_blocks(logp.exp()), logp.exp().cumsum(-1), rtol=1e-4, atol=1e-6)
+    found, wanted = draw_in_blocks(logits, uniform), decoding_loop._draw(logits, uniform)
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+    probabilities = logits.softmax(-1)
+    torch.testing.assert_close(decoding_loop.sums_in_blocks(probabilities), probabilities.cumsum(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.ci
+def test_a_million_tokens_drawn_in_blocks_are_those_of_float64():
+    generator, different = torch.Generator().manual_seed(7), 0
+    for _ in range(50):
+        logits = torch.randn(20_000, 320, generator=generator) * 3  # a block of 256, and a shorter one
+        uniform = torch.rand(20_000, dtype=torch.float64, generator=generator)
+        cdf = logits.double().softmax(-1).cumsum(-1)
+        wanted = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(-1)
+        different += int((draw_in_blocks(logits, uniform)[0] != wanted).sum())
+    # On a CPU, where each token's probability is that of its log-probability in float32, 3 differ.
+    assert different <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9}], ids=str)
+def test_a_token_is_drawn_in_three_passes_over_the_logits(dtype, settings):
+    assert passes_per_token(dtype, sampling(**settings)) <= 3
+    greedy = Sampling.of(RolloutConfig(), temperature=0.0)
+    assert passes_per_token(dtype, greedy) <= 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 0.9, 1.7])
+def test_16_bit_logits_are_divided_in_float32(temperature):
+    logits = torch.randn(64, 320, generator=torch.Generator().manual_seed(4)).bfloat16() * 5
+    uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
+    found = sample_tokens(logits, uniform, sampling(temperature=temperature))
+    wanted = sample_tokens(logits.float() / temperature, uniform, sampling())
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.logps, wanted.logps)
 
 
 @pytest.mark.parametrize("number", [0.0, 2**-53, 0.5, 1 - 2**-53])

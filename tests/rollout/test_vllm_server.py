@@ -1,19 +1,34 @@
 """How servers are started: room for adapters, cards, open paths; and what they may lack."""
 
 import http.server
+import json
+import os
+import sys
 import threading
 import warnings
 from dataclasses import replace
 from functools import partial
 
+import httpx
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_tasks.policy.load import trainable_policy
+from grpo_tasks.policy.load import pick_device, trainable_policy
 from grpo_tasks.rollout.engine import EngineReport
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import command, existing_servers, replica_devices, serving, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import (
+    Client,
+    OwnServer,
+    command,
+    existing_servers,
+    replica_devices,
+    serving,
+    swaps_merged_weights,
+)
 from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import VllmConfig
 from schemas.errors import Notice, RolloutError
 from schemas.metrics import POLICY_LAG, QUEUE_DEPTH, REPLICAS_SERVING, SYNC_BYTES, SYNC_TIME
@@ -45,6 +60,52 @@ def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     with small_servers(tmp_path, rank=rank) as [server]:
         assert counts(server)["dev_mode"] == opens
+
+
+PRINTS_ITS_ENVIRONMENT = """
+import http.server, json, os, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+print(json.dumps(dict(os.environ)), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+def test_a_server_gets_no_setting_of_the_trainers_allocator_or_process_group(tmp_path, monkeypatch):
+    program = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(PRINTS_ITS_ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    pick_device(ResourcesConfig(device="cpu"))
+    assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    # Those of a user and of torchrun.
+    memory = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"]
+    group = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"]
+    for name in [*memory, *group, "NCCL_DEBUG"]:
+        monkeypatch.setenv(name, "1")
+    with serving(VllmConfig(python=sys.executable), served(), tmp_path):
+        found = json.loads((tmp_path / "vllm.log").read_text())
+    assert not found.keys() & {"CUBLAS_WORKSPACE_CONFIG", *memory, *group}
+    assert (found["NCCL_DEBUG"], found["PATH"]) == ("1", os.environ["PATH"])
+
+
+def test_a_server_knows_whether_it_has_the_card_of_the_trainer(tmp_path, monkeypatch):
+    def beside(device, **settings):
+        return OwnServer(VllmConfig(), replace(served(), **{"cuda": True} | settings), tmp_path / "log", device).on_trainers_card
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [beside(device) for device in (None, "0", "1", "2,0", "10")] == [True, True, False, True, False]
+    assert not beside(None, cuda=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert [beside(device) for device in (None, "0", "4", "5")] == [True, False, True, False]
 
 
 def test_without_devices_servers_get_the_cards_behind_the_trainers(monkeypatch):
@@ -81,6 +142,17 @@ def test_a_server_without_an_end_point_is_named_with_its_version(tmp_path):
         files.shutdown()
     with pytest.raises(RolloutError, match="no vLLM server answers"):
         existing_servers(config, adapters=True)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.floats(-50, 0, width=32), max_size=50))
+def test_the_numbers_of_an_answer_are_those_of_json(values):
+    text = json.dumps({"choices": [{"logprobs": {"token_logprobs": values}, "token_ids": list(range(len(values)))}]})
+    answers = httpx.MockTransport(lambda _: httpx.Response(200, text=text, headers={"content-type": "application/json"}))
+    client = Client({}, timeout_s=1.0, retries=0)
+    client._client = httpx.Client(transport=answers)
+    found = client.post("http://server", "/v1/completions", {})
+    # As text, in which -0.0 is not 0.0; and an integer stays one.
+    assert repr(found) == repr(json.loads(text))
 
 
 @pytest.mark.slow

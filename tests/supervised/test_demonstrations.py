@@ -60,7 +60,7 @@ def test_every_hostile_row_is_refused_and_the_others_kept(hostile, tokenizer):
 
 
 def test_a_stage_with_too_many_stops_before_the_model_loads(hostile, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.grpo.trainer.trainable_policy", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("grpo_tasks.grpo.policies.trainable_policy", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(DataError) as caught:
         hostile.train()
     assert "13 of 30 rows are left out" in caught.value.message

@@ -210,7 +210,7 @@ def test_a_missing_tracker_is_refused_with_the_extra_that_installs_it(reporting,
     with pytest.raises(ConfigError, match=rf"{package} is not installed") as refused:
         check_installed(config)
     assert refused.value.place == "tracking.report_to"
-    assert refused.value.fix == f"pip install '.[{package}]'"
+    assert refused.value.fix == f"pip install -c deploy/constraints.txt '.[{package}]'"
     assert f"\n{package} = [" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 

@@ -1,0 +1,72 @@
+"""The NVIDIA cards of this machine, counted without torch, and whether torch can use them."""
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.errors import ModelError
+
+DRIVER = Path("/proc/driver/nvidia")
+"""The driver lists its cards and its version there. WSL2 has no such folder."""
+DEVICES = Path("/dev")
+ASK = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+"""Prints a line for each card."""
+OLDEST_DRIVER = {"12": 525, "13": 580}
+"""By the major version of CUDA (its release notes, minor version compatibility)."""
+VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """The cards that a process of this machine may open."""
+
+    count: int
+    driver: str
+    """Version of their driver, such as 580.65.06; empty where there is none."""
+
+
+def cards_here() -> Cards:
+    """The cards of this machine or container, whatever torch or CUDA_VISIBLE_DEVICES says."""
+    # A container sees the folder of its host, but only the devices that it was given.
+    if (DRIVER / "gpus").is_dir() and any(DEVICES.glob("nvidia[0-9]*")):
+        version = VERSION.search((DRIVER / "version").read_text(encoding="utf-8"))
+        return Cards(sum(1 for _ in (DRIVER / "gpus").iterdir()), version[0] if version else "")
+    try:
+        found = VERSION.findall(subprocess.run(ASK, capture_output=True, text=True, check=True, timeout=60).stdout)
+    except (OSError, subprocess.SubprocessError):
+        found = []
+    return Cards(len(found), found[0] if found else "")
+
+
+def check_cards() -> None:
+    """ModelError where this machine has cards and torch can use none of them, unless CUDA_VISIBLE_DEVICES hides them."""
+    # Here, because who only counts cards needs no torch.
+    import torch
+
+    # The first name that is no card hides all cards: Slurm, for example, writes NoDevFiles.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available() or (visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)):
+        return
+    cards, built = cards_here(), torch.version.cuda
+    if not cards.count:
+        return
+    said = f"torch {torch.__version__} is built for {f'CUDA {built}' if built else 'CPUs only'}"
+    oldest = OLDEST_DRIVER.get((built or "").partition(".")[0], 0)
+    if built is None:
+        fix = "install torch for CUDA, with the commands of README.md for a GPU"
+    elif int(cards.driver.partition(".")[0] or 0) < oldest:
+        fix = f"install driver {oldest} or newer, or torch for the version of CUDA that nvidia-smi shows"
+    else:
+        fix = "start the machine again after an update of its driver, and a container with its GPUs"
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            said += f" and says: {str(error).splitlines()[0]}"
+    count = "a GPU" if cards.count == 1 else f"{cards.count} GPUs"
+    raise ModelError(
+        f"this machine has {count} that torch cannot use: the driver is {cards.driver or 'unknown'}, {said}",
+        place="resources.device",
+        fix=f"{fix}; resources.device: cpu computes without a GPU",
+    )

@@ -1,0 +1,184 @@
+"""An update whose passes do not fit into memory, on a CPU that is full above a number of tokens."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.policy.folded_adapter import causal_model, decoder_of
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import TrainingError
+from tests.forked import in_processes
+from tests.grpo.conftest import events, journal
+from tests.in_process import suite_of
+
+SETTINGS = {"max_grad_norm": 0.0, "skip_dead_groups": False, "learning_rate": 1e-4, "stage_rewards": ["incremental_format"]}
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. If reserved but unallocated memory is large"
+
+
+def trainer_of(stages, name, **settings):
+    directory = stages.write(name, **SETTINGS | settings)
+    spec = StageSpec.load(directory.spec)
+    return stages.trainer(directory, suite_of(spec))
+
+
+def fill_above(trainer, share, where="forward"):
+    """Let each pass with more than that share of the first one's tokens run out of memory; returns the tokens that were tried."""
+    tried, policies = [], trainer.learner.policies
+
+    def full(_):
+        raise torch.OutOfMemoryError(FULL)
+
+    def begin(module, given):
+        # Neither sampling nor the check of the layout, which come first, are limited.
+        if module.training and policies._layout is not None:
+            tried.append(given[0].numel())
+            if where == "forward" and tried[-1] > share * tried[0]:
+                full(None)
+
+    def end(_, __, out):
+        if where == "backward" and out.requires_grad and out.shape[1] > share * tried[0]:
+            out.register_hook(full)
+
+    causal_model(policies.model).get_input_embeddings().register_forward_pre_hook(begin)
+    # The gradient of the first layer's result: by then the other layers have added to theirs.
+    decoder_of(policies.model).layers[0].register_forward_hook(end)
+    return tried
+
+
+def sizes(microbatches):
+    """Tokens of each pass."""
+    return [microbatch.tokens.packed.ids.numel() for microbatch in microbatches]
+
+
+def gradient(trainer):
+    return torch.cat([each.grad.flatten() for each in trainer.learner.model.parameters() if each.requires_grad])
+
+
+def summed_gradient(trainer, current):
+    """Of the mean over tokens of -A log p, completion by completion through transformers' own forward pass."""
+    model, rollout = trainer.learner.model, current.scored.rollout
+    total = sum(len(completion.token_ids) for completion in rollout.completions)
+    for completion, prompt, advantage in zip(
+        rollout.completions, rollout.prompt_of, current.advantages.values[:, 0].tolist(), strict=True
+    ):
+        ids = torch.tensor([[*rollout.prompts[prompt], *completion.token_ids]])
+        logps = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        own = logps.gather(1, ids[0, 1:, None])[-len(completion.token_ids) :]
+        (-advantage / total * own.sum()).backward()
+    found = gradient(trainer)
+    trainer.learner.optimizer.zero_grad()
+    return found
+
+
+def assert_near(found, wanted):
+    assert wanted.norm() > 0
+    assert (found - wanted).norm() < 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_update_that_does_not_fit_has_the_gradient_of_all_completions(stages, where):
+    trainer = trainer_of(stages, "s", beta=0.0)
+    with trainer.suite:
+        current = trainer._collect()
+    [(microbatches, old)] = trainer._microbatches(current)
+    wanted = summed_gradient(trainer, current)
+    halves, _ = microbatches.halved(None)
+    quarters, _ = halves.halved(None)
+    share = max(sizes(quarters)) / sizes(microbatches)[0]
+    assert sizes(halves)[0] > max(sizes(quarters))
+    tried = fill_above(trainer, share, where)
+    figures = trainer.learner.update(microbatches, old)
+    assert_near(gradient(trainer), wanted)
+    assert tried == [*sizes(microbatches), *sizes(halves)[:1], *sizes(quarters)]
+    assert figures.halvings == 2
+    assert figures.tokens == sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
+    # What has not fitted once is not tried again.
+    del tried[1:]
+    assert trainer.learner.update(microbatches, old).halvings == 0
+    assert tried[1:] == sizes(quarters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_iterations": 2, "beta": 0.04}, {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "bnpo"}],
+    ids=str,
+)
+def test_every_kind_of_update_is_computed_again_in_smaller_passes(stages, settings):
+    gradients = []
+    for name, share in (("whole", 1.0), ("halves", 0.8)):
+        trainer = trainer_of(stages, name, **settings)
+        with trainer.suite:
+            [update] = trainer._microbatches(trainer._collect())
+        fill_above(trainer, share, "backward" if "num_iterations" in settings else "forward")
+        figures = [trainer.learner.update(*update) for _ in range(2)]
+        assert [each.halvings for each in figures] == [int(share < 1), 0]
+        gradients.append(gradient(trainer))
+    assert_near(*gradients)
+
+
+@pytest.mark.slow
+def test_training_continues_after_one_event(stages):
+    lines = []
+    for name, share in (("whole", 9.0), ("halves", 0.8)):
+        trainer = trainer_of(stages, name)
+        fill_above(trainer, share)
+        with trainer.suite:
+            assert trainer.train().steps == 3
+        lines.append(journal(trainer.dir))
+    [event] = [event for event in events(trainer.dir) if event["event"] == "out_of_memory"]
+    assert (event["step"], "computed again with 1/2 of their completions" in event["detail"]) == (1, True)
+    for whole, halves in zip(*lines, strict=True):
+        for figure in ("loss", "grad_norm", "entropy"):
+            assert halves[figure] == pytest.approx(whole[figure], rel=1e-3, abs=1e-6)
+
+
+def test_a_completion_that_does_not_fit_alone_stops_the_stage(stages):
+    trainer = trainer_of(stages, "s")
+    with trainer.suite:
+        updates = trainer._microbatches(trainer._collect())
+    fill_above(trainer, 0.01)
+    with pytest.raises(
+        TrainingError, match=r"single completion does not fit into memory: CUDA out of memory.*1\.00 GiB"
+    ) as found:
+        trainer.learner.update(*updates[0])
+    assert "gradient_checkpointing" in found.value.fix
+    assert "reserved" not in found.value.message
+    assert all(each.grad is None for each in trainer.learner.model.parameters())
+
+
+def test_sharded_weights_are_not_computed_again_in_smaller_passes(stages):
+    trainer = trainer_of(stages, "s")
+    with trainer.suite:
+        updates = trainer._microbatches(trainer._collect())
+    # As if other ranks had the other shards.
+    trainer.learner.policies.mesh = object()
+    fill_above(trainer, 0.01)
+    with pytest.raises(TrainingError, match=r"with resources\.fsdp it cannot be divided") as found:
+        trainer.learner.update(*updates[0])
+    assert "max_tokens_per_microbatch" in found.value.fix
+
+
+def train_rank(directory, share):
+    spec = StageSpec.load(directory.spec)
+    with suite_of(spec) as suite:
+        trainer = Trainer(directory, suite)
+        if trainer.ranks.rank == 1:
+            fill_above(trainer, share)
+        trainer.train()
+        trainer.ranks.accelerator.end_training()
+
+
+@pytest.mark.long
+def test_one_of_two_processes_may_run_out_of_memory(stages):
+    lines = []
+    for name, share in (("whole", 9.0), ("halves", 0.95)):
+        directory = stages.write(name, **SETTINGS, resources={"num_processes": 2})
+        in_processes(partial(train_rank, directory, share), 2)
+        lines.append(journal(directory))
+    # The first process writes what happened to the second one.
+    assert "out_of_memory" in [event["event"] for event in events(directory)]
+    for whole, halves in zip(*lines, strict=True):
+        assert halves["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)

@@ -1,0 +1,94 @@
+"""A machine with an NVIDIA card: what its driver and nvidia-smi say is planted, because this one may have none."""
+
+import pytest
+import torch
+
+from grpo_tasks.kit import cards
+from grpo_tasks.kit.cards import Cards, cards_here, check_cards
+from schemas.errors import ModelError
+
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 13.3.0\n"
+MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12.2.0\n"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A function that plants the folder of the driver, the devices and what nvidia-smi prints; torch sees no card."""
+    monkeypatch.setattr(cards, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(cards, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def plant(version="", listed=0, devices=0, smi=None, status=0):
+        if version:
+            (tmp_path / "driver" / "gpus").mkdir(parents=True)
+            (tmp_path / "driver" / "version").write_text(version)
+        for number in range(listed):
+            (tmp_path / "driver" / "gpus" / f"0000:{number:02}:00.0").mkdir()
+        for number in range(devices):
+            (tmp_path / "dev" / f"nvidia{number}").touch()
+        if smi is not None:
+            (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\necho '{smi}'\nexit {status}\n")
+            (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ({}, Cards(0, "")),
+        ({"version": MODULE, "listed": 2, "devices": 2}, Cards(2, "535.104.05")),
+        ({"version": OPEN_MODULE, "listed": 1, "devices": 1}, Cards(1, "580.65.06")),
+        # A container that was given no card has the folder of its host.
+        ({"version": MODULE, "listed": 2}, Cards(0, "")),
+        # WSL2, and a machine whose devices appear when somebody first asks for them.
+        ({"smi": "537.58\n537.58"}, Cards(2, "537.58")),
+        ({"version": MODULE, "listed": 1, "smi": "535.104.05"}, Cards(1, "535.104.05")),
+        ({"smi": "No devices were found", "status": 6}, Cards(0, "")),
+    ],
+    ids=["none", "driver", "open driver", "container", "WSL2", "no devices yet", "nvidia-smi fails"],
+)
+def test_cards_are_found_by_the_driver_or_by_nvidia_smi(machine, planted, found):
+    machine(**planted)
+    assert cards_here() == found
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "fix"),
+    [
+        ("535.104.05", "13.0", "install driver 580 or newer"),
+        ("470.82", "12.6", "install driver 525 or newer"),
+        ("580.65.06", None, "install torch for CUDA"),
+        ("580.65.06", "13.0", "start the machine again after an update of its driver"),
+    ],
+)
+def test_a_card_that_torch_cannot_use_is_an_error(machine, monkeypatch, driver, cuda, fix):
+    machine(smi=driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ModelError) as refused:
+        check_cards()
+    assert f"the driver is {driver}" in refused.value.message
+    assert ("CPUs only" if cuda is None else f"CUDA {cuda}") in refused.value.message
+    assert refused.value.fix.startswith(fix)
+    assert "resources.device: cpu" in refused.value.fix
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_hidden_cards_are_no_error(machine, monkeypatch, hidden):
+    machine(smi="535.104.05")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    check_cards()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ModelError):
+        check_cards()
+
+
+def test_no_error_without_cards_or_with_a_usable_one(machine, monkeypatch):
+    check_cards()
+    machine(smi="580.65.06")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_cards()
