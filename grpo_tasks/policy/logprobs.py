@@ -31,7 +31,7 @@ Layout = Literal["packed", "plain"]
 CHUNK_ELEMENTS = 16 * 2**20
 """Most logits that exist at once on a CPU (64 MiB in float32)."""
 CHUNK_ELEMENTS_GPU = 160 * 2**20
-"""On other devices (640 MiB): 1,024 rows of a vocabulary of 152k."""
+"""On other devices (640 MiB in float32, and twice that at the peak): 1,024 rows of a vocabulary of 152k."""
 CHUNK_ROWS_GPU = 2048
 """Most rows there; with more, a smaller vocabulary would take memory and gain nothing."""
 TILE = 256
@@ -159,7 +159,7 @@ def score_tokens(
     def score(
         chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"], found: Float[Tensor, " m"] | None
     ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-        logp = _log_softmax(head(chunk), temperature)
+        logp = _at_temperature(head(chunk), temperature).log_softmax(-1)
         if found is not None:
             found.copy_(logp.detach().argmax(-1) == wanted)
         if entropy_gradients:
@@ -195,12 +195,12 @@ def _split(hits: Float[Tensor, " M"] | None, targets: Int[Tensor, " M"], rows: i
     return list(hits.split(rows)) if hits is not None else [None for _ in targets.split(rows)]
 
 
-def _log_softmax(logits: Float[Tensor, "m V"], temperature: float) -> Float[Tensor, "m V"]:
-    # A [m, V] tensor takes as much memory as the logits themselves, so the lines here make as few as possible.
-    if temperature != 1.0:
-        logits = logits.float() / temperature
+def _at_temperature(logits: Float[Tensor, "m V"], temperature: float) -> Float[Tensor, "m V"]:
     # In float32: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    if temperature == 1.0:
+        return logits.float()
+    # A [m, V] tensor takes as much memory as the logits themselves, so a copy is divided in place.
+    return logits / temperature if logits.dtype == torch.float32 else logits.float().div_(temperature)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -226,7 +226,9 @@ class _FrozenHead(torch.autograd.Function):
                 logits = head(given)  # [m, V]
                 # The way back through the head, which needs the logits themselves only where the model caps them.
                 dtype, way_back = logits.dtype, get_gradient_edge(logits) if ctx.needs_input_grad[0] else None
-            logp = _log_softmax(logits.detach(), temperature)
+            # Two [m, V] tensors in float32 at most from here on; the 16-bit ones are freed by this line.
+            logits = _at_temperature(logits.detach(), temperature)
+            logp = logits.log_softmax(-1)
             del logits
             logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
             if found is not None:
@@ -238,8 +240,9 @@ class _FrozenHead(torch.autograd.Function):
             del logp
             if way_back is not None:
                 # p - onehot, in place: from here on nothing else reads the probabilities.
-                slope = probabilities.scatter_add_(1, wanted[:, None], minus_one.expand(len(wanted), 1))
-                kept += torch.autograd.grad(way_back, given, slope.to(dtype))
+                probabilities.scatter_add_(1, wanted[:, None], minus_one.expand(len(wanted), 1))
+                kept += torch.autograd.grad(way_back, given, probabilities.to(dtype))
+            del probabilities  # before the logits of the next chunk are made
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(torch.cat(kept).mul_(-1.0 / temperature).to(hidden.dtype))
         entropy = -torch.cat(entropies)

@@ -92,8 +92,8 @@ class ResourcesConfig(Section):
     max_hours: Speed[float | None] = Field(None, gt=0.0, le=100_000)
     """Time limit in hours of one run of a stage, which then stops with a checkpoint; the same command resumes it. Empty: none."""
     compile: Speed[bool] = False
-    """Compile the model's layers for training (torch.compile), for long stages on a GPU: the first passes take minutes. Compiled
-    layers keep more for the backward pass, and what they gain has not been measured."""
+    """Compile the model's layers for training (torch.compile), for long stages on a GPU: the first passes take minutes. The
+    compiler gets the layers of peft and transformers; what it gains over ours has not been measured."""
     share_prompts: Speed[bool] = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
     fold_adapter: Speed[bool] = True

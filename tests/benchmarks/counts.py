@@ -165,7 +165,7 @@ def update_counts() -> Iterator[Count]:
     waits = host_waits()
     yield Count("host_syncs to build and score a pass", "2-3", 0, float(sum(waits["pass"].values())))
     yield Count("copies of pageable memory, update and rollout", "-", 0, float(sum(pageable(waits).values())))
-    yield Count(f"kernels of an optimizer step, {ADAPTED} matrices", "3,920", 12, optimizer_kernels())
+    yield Count(f"kernels of an optimizer step, {ADAPTED} matrices", "3,530", 12, optimizer_kernels())
 
 
 def pageable(waits: dict[str, dict[str, int]]) -> dict[str, int]:

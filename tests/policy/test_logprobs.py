@@ -115,6 +115,15 @@ def test_a_frozen_head_multiplies_matrices_by_its_weights_only():
     assert {name: times for name, times in memory.operations.items() if name in PRODUCTS} == {"mm": 4}
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_two_float32_tensors_of_a_chunk_exist_at_once(temperature):
+    head = torch.nn.Linear(8, 10_000, bias=False, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    hidden = torch.empty(90, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with LiveMemory() as memory:
+        score_tokens(head, hidden, torch.zeros(90, dtype=torch.long, device="meta"), temperature, rows=30)
+    assert memory.peak < 1.01 * 2 * 4 * 30 * 10_000
+
+
 class Capped(torch.nn.Linear):
     def forward(self, hidden):
         return 3.0 * torch.tanh(super().forward(hidden) / 3.0)
