@@ -41,6 +41,7 @@ from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.store.entities import PagedList
+from sqlalchemy.engine import make_url
 
 from grpo_tasks.kit.lock import file_lock, private_folder
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
@@ -297,10 +298,15 @@ def check_store(tracking: TrackingConfig) -> int:
 
 
 def connect(uri: str) -> Store:
-    """The store behind an address. An SQLite file is created or migrated first, completely or not at all."""
+    """The store behind an address. An SQLite file is created or migrated first, completely or not at all.
+
+    MLflow keeps its stores by their address: in a process that changes its directory, a relative one would stay the first file.
+    """
     if reason := why_no_store(uri):
         # That of a config was checked with it.
         raise TrackingError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
+    if file := sqlite_file(uri):
+        uri = make_url(uri).set(database=str(file)).render_as_string(hide_password=False)
     try:
         prepare(uri)
         if not uri.startswith(("http", "sqlite")):

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -203,19 +202,10 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(config,
     assert caught.value.place == config.tracking.tracking_uri
 
 
-@pytest.mark.slow
 def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
-    # In a separate process: mlflow caches relative addresses from the working directories that a process had before.
-    code = (
-        "import sys; from schemas.config.run import RunConfig; from grpo_tasks.tracking.runs import open_run\n"
-        "with open_run(RunConfig.model_validate_json(sys.argv[1]), key='default') as run: pass\n"
-        "print(run.store.uri, run.run_id)"
-    )
-    command = [sys.executable, "-c", code, make_config(None).model_dump_json()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    uri, run_id = done.stdout.split()
-    assert uri == "sqlite:///mlflow.db"
-    assert MlflowClient(database).get_run(run_id).info.status == "FINISHED"
+    with open_run(make_config(None), key="default") as run:
+        assert run.store.uri == database
+    assert MlflowClient(database).get_run(run.run_id).info.status == "FINISHED"
     assert (tmp_path / "mlruns").is_dir()
 
 

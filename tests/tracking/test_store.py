@@ -1,7 +1,9 @@
 """Names that the registry takes, errors with their fix, patience, locks, and what two processes write at once."""
 
 import os
+import shutil
 import socket
+import sqlite3
 import string
 import tempfile
 import time
@@ -127,6 +129,18 @@ def test_the_uri_in_the_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     assert resolve_uri(TrackingConfig()) == "http://127.0.0.1:5000"
     assert resolve_uri(TrackingConfig(tracking_uri="sqlite:///x.db")) == "sqlite:///x.db"
+
+
+def test_a_process_that_changes_its_directory_records_there(empty_database, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        shutil.copy(empty_database, tmp_path / name / "mlflow.db")
+        monkeypatch.chdir(tmp_path / name)
+        open_store(TrackingConfig()).call(lambda client, name=name: client.create_registered_model(name))
+    for name in ("first", "second"):
+        with sqlite3.connect(tmp_path / name / "mlflow.db") as database:
+            assert database.execute("SELECT name FROM registered_models").fetchall() == [(name,)]
 
 
 def test_a_process_of_a_run_is_as_patient_as_it():
