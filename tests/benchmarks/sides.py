@@ -8,6 +8,7 @@ by skipping work.
 
 import json
 import random
+import resource
 import statistics
 import sys
 import tempfile
@@ -94,7 +95,7 @@ class Timing:
     """Median duration of an update in seconds."""
     rollout_s: float
     peak_bytes: int = 0
-    """The most bytes of tensors that lived at once on the card, weights included; 0 on a CPU."""
+    """The most bytes of tensors that lived at once on the card, weights included; on a CPU the most of the process."""
     reserved_bytes: int = 0
     """The most bytes that the allocator held."""
 
@@ -228,7 +229,9 @@ def _reset_peak(device: str) -> None:
 
 
 def _peak(device: str) -> tuple[int, int]:
-    return (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
 
 
 if __name__ == "__main__":
