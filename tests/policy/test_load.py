@@ -1,5 +1,6 @@
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from grpo_tasks.kit import cards
 from grpo_tasks.policy.load import load_base, load_policy, pick_device, save_trained, trainable_policy
+from grpo_tasks.rollout.chat_session import ChatSession
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
+from schemas.paths import resolve
 from schemas.results.model import ModelRef
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -72,6 +75,9 @@ def test_only_device_cpu_ignores_a_gpu_that_torch_cannot_use(monkeypatch):
     for device in ("auto", "cuda"):
         with pytest.raises(ModelError, match=r"a GPU that torch cannot use: the driver is 535\.104\.05"):
             pick_device(ResourcesConfig(device=device))
+    with pytest.raises(ModelError, match="a GPU that torch cannot use") as refused:
+        ChatSession(Path(resolve("embedded:base")))
+    assert refused.value.fix.endswith("CUDA_VISIBLE_DEVICES= before the command computes without a GPU")
     assert pick_device(ResourcesConfig(device="cpu")).type == "cpu"
 
 
