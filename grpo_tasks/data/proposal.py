@@ -20,7 +20,7 @@ import polars as pl
 from grpo_tasks.answers.ground_truths import find_pattern, find_unusable_truths
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import is_pattern, shards_of
-from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
@@ -81,9 +81,14 @@ class Proposal:
     reasons: list[str]
     """The rules that refuse rows, with counts."""
     max_prompt_length: int
-    max_completion_length: int
-    keys: list[str]
-    """Where ground truths are objects: keys that all of them have."""
+    objects: "ObjectTruths | None"
+    """None where ground truths are no objects."""
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens; a completion is at least as long as its ground truth where that is an object."""
+        wanted = self.objects.num_tokens if self.objects else 0
+        return min(max(COMPLETION_TOKENS, 32 * math.ceil(1.25 * wanted / 32)), CONTEXT - self.max_prompt_length)
 
     @property
     def has_truth(self) -> bool:
@@ -95,6 +100,27 @@ class Proposal:
         """The default of the pipeline, or somewhat more than what this file has."""
         share = self.refused / max(self.rows, 1)
         return 0.01 if share <= 0.01 else math.ceil(120 * share) / 100
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTruths:
+    """Ground truths that are JSON objects."""
+
+    keys: list[str]
+    """Those that all of them have."""
+    system_prompt: str
+    num_tokens: int
+    """Of the longest one, in a chat."""
+
+    @classmethod
+    def of(cls, truths: Sequence[str], counter: TokenCounter) -> "ObjectTruths":
+        """What some of them have in common."""
+        objects = [json.loads(truth) for truth in truths]
+        keys = [key for key in objects[0] if all(key in one for one in objects)]
+        gaps: dict[type, str] = {str: '"..."', list: "[...]", dict: "{...}"}
+        shape = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {gaps.get(type(objects[0][key]), '...')}" for key in keys)
+        prompt = f"Reply with a JSON object: {{{shape}}}" if keys else "Reply with a JSON object."
+        return cls(keys, prompt, max(counter.count([[{"role": "user", "content": truth}] for truth in truths])))
 
 
 def propose(path: str, *, question: str | None = None, answer: str | None = None) -> Proposal:
@@ -166,12 +192,7 @@ def _held_out(path: str) -> dict[str, str] | None:
 
 
 def _tried(
-    path: str,
-    choice: ColumnChoice,
-    pattern: tuple[str, str] | None,
-    rows: Rows,
-    folder: Path,
-    system_prompt: str = SYSTEM_PROMPT,
+    path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, rows: Rows, folder: Path, system_prompt: str = SYSTEM_PROMPT
 ) -> Proposal:
     """Validate the file with this reading; raises `_RefusedReading` when the rules refuse most rows."""
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
@@ -204,18 +225,11 @@ def _tried(
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
     truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
     replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
-    equality, completion_tokens, keys = find_equality(truths), COMPLETION_TOKENS, list[str]()
-    max_prompt_length = min(MOST_PROMPT_TOKENS, 32 * math.ceil(verdict.prompt_tokens.max / 32))
+    equality = find_equality(truths)
+    objects = ObjectTruths.of(truths, counter) if equality == "json" else None
     # Ground truths are rewritten with points, so completions have to have them.
     wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
-    if equality == "json":
-        objects = [json.loads(truth) for truth in truths]
-        keys = [key for key in objects[0] if all(key in one for one in objects)]
-        shape = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {_gap(objects[0][key])}" for key in keys)
-        wanted = f"Reply with a JSON object: {{{shape}}}" if keys else "Reply with a JSON object."
-        # A completion is at least as long as the object. The count has the frame of a chat, too.
-        longest = max(counter.count([[{"role": "user", "content": truth}] for truth in truths]))
-        completion_tokens = min(max(COMPLETION_TOKENS, 32 * math.ceil(1.25 * longest / 32)), CONTEXT - max_prompt_length)
+    wanted = objects.system_prompt if objects else wanted
     if replied or wanted != system_prompt:
         return _tried(path, choice, replied or pattern, rows, folder, wanted)
     return Proposal(
@@ -232,9 +246,8 @@ def _tried(
         rows=verdict.rows,
         refused=verdict.num_quarantined,
         reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
-        max_prompt_length=max_prompt_length,
-        max_completion_length=completion_tokens,
-        keys=keys,
+        max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
+        objects=objects,
     )
 
 
@@ -264,12 +277,6 @@ def find_equality(truths: Sequence[str]) -> Equality:
     return "exact"
 
 
-def _gap(value: object) -> str:
-    """What stands for a value in the shape of an object, as in the system prompt."""
-    gaps = {str: '"..."', list: "[...]", dict: "{...}"}
-    return gaps.get(type(value), "...")
-
-
 def _is_object(text: str) -> bool:
     if not text.lstrip().startswith("{"):
         return False
@@ -283,11 +290,12 @@ def config_text(proposal: Proposal, *, name: str, model: str, config_path: str) 
     """The proposal as YAML, checked before it is returned: what is written can be loaded. Its first lines name `config_path`."""
     reasons = "".join(f"\n  # {_comment(reason)}" for reason in proposal.reasons)
     completion = ""
-    if proposal.has_truth and proposal.equality == "json":
-        required = f"\n  required: {json.dumps(proposal.keys, ensure_ascii=False)}    # all ground truths have these keys"
+    if proposal.objects:
+        keys = proposal.objects.keys
+        required = f"\n  required: {json.dumps(keys, ensure_ascii=False)}    # all ground truths have these keys"
         completion = f"""
 completion:
-  format: json    # a completion is one JSON object{required if proposal.keys else ""}
+  format: json    # a completion is one JSON object{required if keys else ""}
   equality: json    # right: the same keys and values as in the ground truth, whatever their order
 """
     elif proposal.has_truth:
@@ -343,19 +351,18 @@ def _data(proposal: Proposal) -> str:
         if key == "answer_column" and proposal.choice.reply_is_truth:
             meaning = "the last reply of the chat is the ground truth"
         lines.append(f"  {key}: {_scalar(value)}    # {_comment(meaning)}")
-    says = "what section completion asks for" if proposal.equality == "json" else "names the tags of section completion"
+    says = "what section completion asks for" if proposal.objects else "names the tags of section completion"
     lines.append(f"  system_prompt: {_scalar(proposal.system_prompt)}    # {says}")
     return "\n".join(lines) + "\n"
 
 
 def _stages(proposal: Proposal) -> str:
     own = "    # add your own: rewards.functions.NAME.function: 'module:function'"
-    tags = proposal.equality != "json"
     stages = f"""\
 stages:
   - &stage
-    name: format    # first learn {"the tags" if tags else "to write such an object"} ...
-    rewards: [{"incremental_format, " if tags else ""}format]{"" if proposal.has_truth else own}
+    name: format    # first learn {"to write such an object" if proposal.objects else "the tags"} ...
+    rewards: [{"" if proposal.objects else "incremental_format, "}format]{"" if proposal.has_truth else own}
     max_steps: 50
     num_generations: 8    # completions per prompt
     per_device_train_batch_size: 16    # completions per pass

@@ -252,7 +252,7 @@ def test_a_completion_has_room_for_the_longest_object(here):
     assert config.rollout.max_completion_length + config.validation.max_prompt_length <= 2048
 
 
-def test_objects_that_are_no_answers_are_left_out_with_the_settings_that_take_them(tmp_path):
+def test_objects_next_to_an_answer_are_left_out_with_settings(tmp_path):
     rows = [{"question": f"Invoice {number}?", "answer": {"total": number}, "label": number} for number in range(12)]
     [first, *_] = candidates(rows)
     assert first.answer == "label"
