@@ -166,11 +166,8 @@ def _of_run(
     known = {version: standing[version] for version in versions if version in standing} if standing is not None else {}
     waits = next((f"{version} {PENDING}" for version, what in known.items() if PENDING in what), "")
     stood = ", ".join(f"{version} ({what})" for version, what in known.items())
-    by_name = [f"made {stood}"] if stood else []
-    doubt = (
-        f"{published.unreadable} cannot be read, and a model that it names may wait for approval" if published.unreadable else ""
-    )
-    by_name += [doubt] if doubt else []
+    doubt = f"{published.unreadable} cannot be read, and a model that it names may wait for approval"
+    doubts = [doubt] if published.unreadable else []
     note = [f"made {', '.join(versions)}"] if versions else []
     unfinished = [path.parent for path in folder.glob("train_stage/*/checkpoints") if not (path.parent / RESULT).exists()]
     note += [f"can resume {', '.join(stage.name.rpartition('-')[0] for stage in unfinished)}"] if unfinished else []
@@ -179,13 +176,13 @@ def _of_run(
         folder,
         note="; ".join(note),
         keep=keep or waits or (_UNKNOWN if versions and standing is None else ""),
-        by_name="; ".join(by_name),
+        by_name="; ".join([*([f"made {stood}"] if stood else []), *doubts]),
         run=folder,
     )
     # The runs of a sweep share these folders, and each needs its own.
     older = [] if (folder / "sweeps").is_dir() else list(_older(folder))
     # Without the result a later call would take the run for one that has published nothing.
-    yield from (_measured("superseded", path, keep=keep or waits, by_name=doubt, run=folder) for path in older)
+    yield from (_measured("superseded", path, keep=keep or waits, by_name="".join(doubts), run=folder) for path in older)
     for path in [*folder.iterdir(), *(below for step in folder.iterdir() if step.is_dir() for below in step.iterdir())]:
         if _DAMAGED.fullmatch(path.name) or is_unfinished(path.name):
             yield _measured("remains", path, keep=keep, run=folder)

@@ -199,7 +199,7 @@ IDLES = {
 
 
 @pytest.mark.slow
-def test_the_card_waits_for_the_host_where_the_host_has_waited_for_all_its_work():
+def test_the_card_waits_where_the_host_has_waited_for_all_work():
     code = (
         "from tests.grpo.pretend_card import CARD, IDLES, QUEUE, card\nimport json, torch\nfound = {}\nwith card():\n"
         f"    x = torch.arange(6.0).to(CARD)\n    for calls in {list(IDLES)!r}:\n"

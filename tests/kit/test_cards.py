@@ -122,7 +122,7 @@ def test_a_card_that_torch_is_not_built_for_is_an_error(usable, capability, arch
     ("capability", "architectures"),
     [((7, 5), CUDA_13), ((8, 9), CUDA_13), ((9, 0), ["sm_80", "sm_90a"]), ((12, 1), CUDA_13), ((10, 3), ["sm_90", "compute_90"])],
 )
-def test_a_card_runs_code_of_its_major_version_and_any_that_the_driver_may_compile(usable, capability, architectures):
+def test_a_card_runs_code_of_its_major_version_and_intermediate_code(usable, capability, architectures):
     usable(architectures, capability)
     check_cards()
 

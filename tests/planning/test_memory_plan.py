@@ -154,7 +154,7 @@ def test_the_plan_foretells_passes_of_every_size(checkpointing):
 
 
 @pytest.mark.parametrize("model", [{}, pytest.param({"lora": None}, marks=pytest.mark.slow)], ids=["adapter", "all weights"])
-def test_a_pass_with_fewer_tokens_than_a_chunk_of_logits_is_planned_as_it_is(model):
+def test_a_pass_with_less_than_a_chunk_of_logits_is_planned(model):
     # At this vocabulary a chunk has 2,048 rows.
     architecture = Qwen2Config(
         hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -360,7 +360,7 @@ def test_a_row_of_the_second_table_is_what_all_layers_give():
 
 
 @pytest.mark.long
-def test_host_and_gpu_wait_for_each_other_only_where_the_page_says_so():
+def test_host_and_gpu_wait_for_each_other_as_the_page_says():
     waits = counts.count_waits()
     assert waits["pass"]["host"] == {}
     # The figures and the norm of the gradient are read once; the GPU then waits for the optimizer's work.

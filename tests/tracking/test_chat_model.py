@@ -37,7 +37,7 @@ def ask(served_model, /, **request):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the card of this machine")
-def test_it_answers_on_the_cpu_where_torch_cannot_use_the_card_and_says_so_once(tmp_path, monkeypatch, caplog):
+def test_a_card_that_torch_cannot_use_is_a_warning(tmp_path, monkeypatch, caplog):
     def loaded():
         caplog.clear()
         model = served(resolve("embedded:base"), device="auto", max_tokens=2)
