@@ -99,7 +99,8 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     if found.pattern:
         kept = ask(f"Ground truth inside the answer: {found.pattern_meaning} (- for the whole answer)", found.pattern)
         found = replace(found, pattern=None if kept == "-" else kept, pattern_meaning="as you typed it")
-    if found.has_truth:
+    # Objects have a format of their own, which the system prompt names.
+    if found.has_truth and not found.objects:
         equality = ask("Answers are compared as exact, numeric, math or choice", found.equality)
         found = replace(found, equality=equality)  # type: ignore[arg-type]  # the config is checked before it is written
     return found, ask("Base model (folder, hub id or registered model)", model)

@@ -101,9 +101,11 @@ def completions(
     """Show completions of an update with their rewards: grpo completions CONFIG --step 20 --best --worst."""
     with report_errors(reads=True):
         settings = load_config(config, override)
+        prepare_environment()
         from grpo_tasks.operating.trace import read_completions
 
-        found = read_completions(settings.resources.output_dir / settings.name, stage=stage, step=step)
+        folder = settings.resources.output_dir / settings.name
+        found = read_completions(folder, stage=stage, step=step, tracking=settings.tracking)
         recorded = f"completions are recorded of updates {', '.join(map(str, found.steps))}"
         show(Shown(text=f"stage {found.stage}, update {found.step} ({recorded})"))
         by_reward = found.table.sort(REWARD, descending=True, nulls_last=True)

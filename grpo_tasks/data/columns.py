@@ -250,7 +250,12 @@ def _answer(question: Profile, columns: Sequence[Profile], rows: Rows) -> Profil
     # A column called as questions are is one, where its name is no answer's too. A reply is the truth, unless a name says so.
     found = [one for one in found if one.named(ANSWERS) or not (question.reply or one.named(QUESTIONS) >= FILLED)]
     best = max(found, key=likely, default=None)
-    if best is None or best.number or best.named(ANSWERS):
+    if best is None or not best.named(ANSWERS):
+        # Objects are ground truths only by their name: what a row is about, is often an object too.
+        objects = [one for one in columns if one.kind == "object" and one.filled >= FILLED and one.named(ANSWERS) >= FILLED]
+        objects = [one for one in objects if all(isinstance(row.get(one.name), Mapping | None) for row in rows)]
+        best = max(objects, key=lambda one: one.named(ANSWERS), default=best)
+    if best is None or best.kind == "object" or best.number or best.named(ANSWERS):
         return best
     # What another column contains in every row, with more around it, is that one's result.
     later = (one for one in found if one.position > best.position and not one.named(about))

@@ -20,7 +20,7 @@ import polars as pl
 from grpo_tasks.answers.ground_truths import find_pattern, find_unusable_truths
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import is_pattern, shards_of
-from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
@@ -40,9 +40,9 @@ TRIAL_ROWS = 20_000
 """Rows that are validated to find the limits."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
 POINTS_PROMPT = f"{SYSTEM_PROMPT} Write decimals with a point, as in 1.5."
-COMPLETION_TOKENS = 128
-MOST_PROMPT_TOKENS = 2048 - COMPLETION_TOKENS
-"""What the context of the embedded model leaves."""
+COMPLETION_TOKENS, CONTEXT = 128, 2048
+"""The context of the embedded model."""
+MOST_PROMPT_TOKENS = CONTEXT - COMPLETION_TOKENS
 MOST_REFUSED = 0.5
 _WITH_UNIT = r"^\s*([A-Z]{3})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/]{0,11})?\s*$"
 _LONGEST_CHOICE = 3
@@ -81,6 +81,14 @@ class Proposal:
     reasons: list[str]
     """The rules that refuse rows, with counts."""
     max_prompt_length: int
+    objects: "ObjectTruths | None"
+    """None where ground truths are no objects."""
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens; a completion is at least as long as its ground truth where that is an object."""
+        wanted = self.objects.num_tokens if self.objects else 0
+        return min(max(COMPLETION_TOKENS, 32 * math.ceil(1.25 * wanted / 32)), CONTEXT - self.max_prompt_length)
 
     @property
     def has_truth(self) -> bool:
@@ -92,6 +100,27 @@ class Proposal:
         """The default of the pipeline, or somewhat more than what this file has."""
         share = self.refused / max(self.rows, 1)
         return 0.01 if share <= 0.01 else math.ceil(120 * share) / 100
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTruths:
+    """Ground truths that are JSON objects."""
+
+    keys: list[str]
+    """Those that all of them have."""
+    system_prompt: str
+    num_tokens: int
+    """Of the longest one, in a chat."""
+
+    @classmethod
+    def of(cls, truths: Sequence[str], counter: TokenCounter) -> "ObjectTruths":
+        """What some of them have in common."""
+        objects = [json.loads(truth) for truth in truths]
+        keys = [key for key in objects[0] if all(key in one for one in objects)]
+        gaps: dict[type, str] = {str: '"..."', list: "[...]", dict: "{...}"}
+        shape = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {gaps.get(type(objects[0][key]), '...')}" for key in keys)
+        prompt = f"Reply with a JSON object: {{{shape}}}" if keys else "Reply with a JSON object."
+        return cls(keys, prompt, max(counter.count([[{"role": "user", "content": truth}] for truth in truths])))
 
 
 def propose(path: str, *, question: str | None = None, answer: str | None = None) -> Proposal:
@@ -163,12 +192,7 @@ def _held_out(path: str) -> dict[str, str] | None:
 
 
 def _tried(
-    path: str,
-    choice: ColumnChoice,
-    pattern: tuple[str, str] | None,
-    rows: Rows,
-    folder: Path,
-    system_prompt: str = SYSTEM_PROMPT,
+    path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, rows: Rows, folder: Path, system_prompt: str = SYSTEM_PROMPT
 ) -> Proposal:
     """Validate the file with this reading; raises `_RefusedReading` when the rules refuse most rows."""
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
@@ -201,8 +225,11 @@ def _tried(
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
     truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
     replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
+    equality = find_equality(truths)
+    objects = ObjectTruths.of(truths, counter) if equality == "json" else None
     # Ground truths are rewritten with points, so completions have to have them.
     wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
+    wanted = objects.system_prompt if objects else wanted
     if replied or wanted != system_prompt:
         return _tried(path, choice, replied or pattern, rows, folder, wanted)
     return Proposal(
@@ -211,7 +238,7 @@ def _tried(
         choice=choice,
         pattern=pattern[0] if pattern else None,
         pattern_meaning=pattern[1] if pattern else "",
-        equality=find_equality(truths),
+        equality=equality,
         system_prompt=system_prompt,
         columns=columns,
         left_out=[],
@@ -220,6 +247,7 @@ def _tried(
         refused=verdict.num_quarantined,
         reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
         max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
+        objects=objects,
     )
 
 
@@ -236,7 +264,9 @@ def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:
 
 
 def find_equality(truths: Sequence[str]) -> Equality:
-    """How these ground truths are compared: as letters, numbers or expressions if all of them are such, otherwise as text."""
+    """How these ground truths are compared: as objects, letters, numbers or expressions if all of them are such, else as text."""
+    if truths and all(_is_object(truth) for truth in truths):
+        return "json"
     rows = pl.DataFrame({"answer": truths}, schema={"answer": pl.String}).with_row_index("line")
     rows = rows.with_columns(answer=normalise_column(pl.col("answer")), source=pl.lit(""))
     short = bool((rows["answer"].str.len_chars() <= _LONGEST_CHOICE).all())
@@ -247,12 +277,29 @@ def find_equality(truths: Sequence[str]) -> Equality:
     return "exact"
 
 
+def _is_object(text: str) -> bool:
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def config_text(proposal: Proposal, *, name: str, model: str, config_path: str) -> str:
     """The proposal as YAML, checked before it is returned: what is written can be loaded. Its first lines name `config_path`."""
     reasons = "".join(f"\n  # {_comment(reason)}" for reason in proposal.reasons)
-    equality = (
-        f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n" if proposal.has_truth else ""
-    )
+    completion = ""
+    if proposal.objects:
+        keys = proposal.objects.keys
+        required = f"\n  required: {json.dumps(keys, ensure_ascii=False)}    # all ground truths have these keys"
+        completion = f"""
+completion:
+  format: json    # a completion is one JSON object{required if keys else ""}
+  equality: json    # right: the same keys and values as in the ground truth, whatever their order
+"""
+    elif proposal.has_truth:
+        completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
     text = f"""\
 # Written by grpo init. Paths are relative to the folder where you call grpo.
 #   grpo validate {config_path}    checks every row
@@ -273,9 +320,9 @@ validation:
   max_prompt_length: {proposal.max_prompt_length}    # tokens; longer prompts are quarantined, never cut
   max_invalid_fraction: {proposal.max_invalid_fraction}    # {proposal.refused:,} of {proposal.rows:,} rows of this file are \
 refused; more stop the run{reasons}
-{equality}
+{completion}
 rollout:
-  max_completion_length: {COMPLETION_TOKENS}    # tokens
+  max_completion_length: {proposal.max_completion_length}    # tokens
   temperature: 1.0
 
 {_stages(proposal)}
@@ -304,7 +351,8 @@ def _data(proposal: Proposal) -> str:
         if key == "answer_column" and proposal.choice.reply_is_truth:
             meaning = "the last reply of the chat is the ground truth"
         lines.append(f"  {key}: {_scalar(value)}    # {_comment(meaning)}")
-    lines.append(f"  system_prompt: {_scalar(proposal.system_prompt)}    # names the tags of section completion")
+    says = "what section completion asks for" if proposal.objects else "names the tags of section completion"
+    lines.append(f"  system_prompt: {_scalar(proposal.system_prompt)}    # {says}")
     return "\n".join(lines) + "\n"
 
 
@@ -313,8 +361,8 @@ def _stages(proposal: Proposal) -> str:
     stages = f"""\
 stages:
   - &stage
-    name: format    # first learn the tags ...
-    rewards: [incremental_format, format]{"" if proposal.has_truth else own}
+    name: format    # first learn {"to write such an object" if proposal.objects else "the tags"} ...
+    rewards: [{"" if proposal.objects else "incremental_format, "}format]{"" if proposal.has_truth else own}
     max_steps: 50
     num_generations: 8    # completions per prompt
     per_device_train_batch_size: 16    # completions per pass

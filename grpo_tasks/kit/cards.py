@@ -40,33 +40,62 @@ def cards_here() -> Cards:
     return Cards(len(found), found[0] if found else "")
 
 
-def check_cards() -> None:
-    """ModelError where this machine has cards and torch can use none of them, unless CUDA_VISIBLE_DEVICES hides them."""
+def check_cards(*, place: str = "resources.device", without: str = "resources.device: cpu") -> None:
+    """ModelError where this machine has cards and torch can use none of them, unless CUDA_VISIBLE_DEVICES hides them, and where
+    torch is not built for the card of this process.
+
+    `place` is what asks for a card, `without` how it computes without one.
+    """
     # Here, because who only counts cards needs no torch.
     import torch
 
-    # The first name that is no card hides all cards: Slurm, for example, writes NoDevFiles.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.is_available() or (visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)):
-        return
-    cards, built = cards_here(), torch.version.cuda
-    if not cards.count:
-        return
-    said = f"torch {torch.__version__} is built for {f'CUDA {built}' if built else 'CPUs only'}"
-    oldest = OLDEST_DRIVER.get((built or "").partition(".")[0], 0)
-    if built is None:
-        fix = "install torch for CUDA, with the commands of README.md for a GPU"
-    elif int(cards.driver.partition(".")[0] or 0) < oldest:
-        fix = f"install driver {oldest} or newer, or torch for the version of CUDA that nvidia-smi shows"
+    built, visible = torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
+    torch_is = f"torch {torch.__version__} is built for"
+    if torch.cuda.is_available():
+        architectures = torch.cuda.get_arch_list() if built else []
+        if not architectures:
+            return
+        # The launcher gives each process of a stage a card of its own.
+        index = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
+        capability = torch.cuda.get_device_capability(index)
+        if any(_runs_on(each, capability) for each in architectures):
+            return
+        count, name = "a GPU", torch.cuda.get_device_name(index)
+        said = f"{name} has compute capability {'.'.join(map(str, capability))}, {torch_is} {', '.join(architectures)}"
+        older = capability < min(map(_capability, architectures))
+        fix = f"install {'torch for an older version of CUDA' if older else 'a newer torch'}, or use another GPU"
     else:
-        fix = "start the machine again after an update of its driver, and a container with its GPUs"
-        try:
-            torch.cuda.init()
-        except (AssertionError, RuntimeError) as error:
-            said += f" and says: {str(error).splitlines()[0]}"
-    count = "a GPU" if cards.count == 1 else f"{cards.count} GPUs"
+        # The first name that is no card hides all cards: Slurm, for example, writes NoDevFiles.
+        if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
+            return
+        cards = cards_here()
+        if not cards.count:
+            return
+        count = "a GPU" if cards.count == 1 else f"{cards.count} GPUs"
+        said = f"the driver is {cards.driver or 'unknown'}, {torch_is} {f'CUDA {built}' if built else 'CPUs only'}"
+        oldest = OLDEST_DRIVER.get((built or "").partition(".")[0], 0)
+        if built is None:
+            fix = "install torch for CUDA, with the commands of README.md for a GPU"
+        elif int(cards.driver.partition(".")[0] or 0) < oldest:
+            fix = f"install driver {oldest} or newer, or torch for the version of CUDA that nvidia-smi shows"
+        else:
+            fix = "start the machine again after an update of its driver, and a container with its GPUs"
+            try:
+                torch.cuda.init()
+            except (AssertionError, RuntimeError) as error:
+                said += f" and says: {str(error).splitlines()[0]}"
     raise ModelError(
-        f"this machine has {count} that torch cannot use: the driver is {cards.driver or 'unknown'}, {said}",
-        place="resources.device",
-        fix=f"{fix}; resources.device: cpu computes without a GPU",
+        f"this machine has {count} that torch cannot use: {said}", place=place, fix=f"{fix}; {without} computes without a GPU"
     )
+
+
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """True if code that was compiled for an architecture such as sm_86 runs on a card: within its major version from its minor
+    version on. The driver compiles compute_86 for any card from then on."""
+    built = _capability(architecture)
+    return built <= capability and (built[0] == capability[0] or architecture.startswith("compute_"))
+
+
+def _capability(architecture: str) -> tuple[int, int]:
+    # sm_90a and sm_100f: with instructions that only this version, or its family, has.
+    return divmod(int(re.sub(r"\D", "", architecture)), 10)

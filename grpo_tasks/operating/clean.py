@@ -62,6 +62,16 @@ class Found:
     """Folder of the run that it belongs to."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What a run has registered."""
+
+    versions: list[str]
+    """NAME/VERSION of each model."""
+    unreadable: str = ""
+    """A result that would say more of them, and cannot be read."""
+
+
 class _InUseError(Exception):
     """Somebody else has the lock."""
 
@@ -70,15 +80,15 @@ def find(runs: Path, workdir: Path, tracking: TrackingConfig) -> list[Found]:
     """Everything below a folder of runs, the caches of this user, and what `grpo up` left in a working directory."""
     folders = sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
     of_runs = [folder for folder in folders if (folder / LOCKS).is_dir()]
-    made = {folder: versions for folder in of_runs if (versions := _versions(folder))}
+    made = {folder: _published(folder) for folder in of_runs}
     standing: dict[str, str] | None = {}
-    if made:
+    if any(published.versions for published in made.values()):
         try:
             standing = standings(tracking)
         except TrackingError:
             standing = None
     words = _words_of_processes()
-    found = [one for folder in of_runs for one in _of_run(folder, made.get(folder, []), standing, words)]
+    found = [one for folder in of_runs for one in _of_run(folder, made[folder], standing, words)]
     busy = next((one.keep for one in found if one.kind == "run" and one.keep.startswith("in use")), "")
     caches = [folder for folder in folders if folder.name in CACHES and folder not in of_runs]
     found += [_measured("cache", path, keep=busy or _used_by_process(path, words)) for path in caches]
@@ -144,7 +154,7 @@ def _remove_below(path: Path) -> None:
 
 
 def _of_run(
-    folder: Path, versions: Sequence[str], standing: dict[str, str] | None, words: Sequence[tuple[int, Path]]
+    folder: Path, published: _Published, standing: dict[str, str] | None, words: Sequence[tuple[int, Path]]
 ) -> Iterator[Found]:
     """The folder of a run, and what could go without the rest."""
     try:
@@ -152,9 +162,12 @@ def _of_run(
             keep = _used_by_process(folder, words)
     except _InUseError as holder:
         keep = f"in use by {holder}"
+    versions = published.versions
     known = {version: standing[version] for version in versions if version in standing} if standing is not None else {}
     waits = next((f"{version} {PENDING}" for version, what in known.items() if PENDING in what), "")
     stood = ", ".join(f"{version} ({what})" for version, what in known.items())
+    doubt = f"{published.unreadable} cannot be read, and a model that it names may wait for approval"
+    doubts = [doubt] if published.unreadable else []
     note = [f"made {', '.join(versions)}"] if versions else []
     unfinished = [path.parent for path in folder.glob("train_stage/*/checkpoints") if not (path.parent / RESULT).exists()]
     note += [f"can resume {', '.join(stage.name.rpartition('-')[0] for stage in unfinished)}"] if unfinished else []
@@ -163,12 +176,13 @@ def _of_run(
         folder,
         note="; ".join(note),
         keep=keep or waits or (_UNKNOWN if versions and standing is None else ""),
-        by_name=f"made {stood}" if stood else "",
+        by_name="; ".join([*([f"made {stood}"] if stood else []), *doubts]),
         run=folder,
     )
     # The runs of a sweep share these folders, and each needs its own.
     older = [] if (folder / "sweeps").is_dir() else list(_older(folder))
-    yield from (_measured("superseded", path, keep=keep or waits, run=folder) for path in older)
+    # Without the result a later call would take the run for one that has published nothing.
+    yield from (_measured("superseded", path, keep=keep or waits, by_name="".join(doubts), run=folder) for path in older)
     for path in [*folder.iterdir(), *(below for step in folder.iterdir() if step.is_dir() for below in step.iterdir())]:
         if _DAMAGED.fullmatch(path.name) or is_unfinished(path.name):
             yield _measured("remains", path, keep=keep, run=folder)
@@ -187,14 +201,16 @@ def _older(folder: Path) -> Iterator[Path]:
         yield from (path for _, path in sorted(same)[:-1])
 
 
-def _versions(folder: Path) -> list[str]:
-    """NAME/VERSION of the models that a run has registered."""
-    made = set()
-    for result in folder.glob(f"publish_model/*/{RESULT}"):
-        with suppress(ValueError, OSError, UserError):
+def _published(folder: Path) -> _Published:
+    """What the results of a run's step publish_model say; one may be damaged, or written by another version of this program."""
+    made, unreadable = set(), ""
+    for result in sorted(folder.glob(f"publish_model/*/{RESULT}")):
+        try:
             published = Publication.load(result)
             made.add((published.model_name, int(published.model_version)))
-    return [f"{name}/{number}" for name, number in sorted(made)]
+        except (ValueError, OSError, UserError):
+            unreadable = str(result.relative_to(folder))
+    return _Published([f"{name}/{number}" for name, number in sorted(made)], unreadable)
 
 
 def _measured(kind: Kind, path: Path, *, note: str = "", keep: str = "", by_name: str = "", run: Path | None = None) -> Found:

@@ -10,7 +10,8 @@ from grpo_tasks.content.places import parse_place
 from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
-from schemas.errors import UserError
+from schemas.config.operations import TrackingConfig
+from schemas.errors import TrackingError, UserError
 
 KNOWN_STEPS = frozenset(
     {
@@ -115,12 +116,24 @@ class UpdateCompletions:
     """Each completion of a prompt once, with its `count`."""
 
 
-def read_completions(folder: Path, *, stage: str | None = None, step: int | None = None) -> UpdateCompletions:
-    """By default those of the last stage and its last recorded update; `UserError` if there are none, or damaged ones."""
+def read_completions(
+    folder: Path, *, stage: str | None = None, step: int | None = None, tracking: TrackingConfig | None = None
+) -> UpdateCompletions:
+    """By default those of the last stage and its last recorded update; `UserError` if there are none, or damaged ones.
+
+    `tracking` is the store that may still have a run whose folder was removed.
+    """
     newest = sorted(folder.glob("train_stage/*/completions"), key=lambda path: path.stat().st_mtime_ns)
     by_stage = {path.parent.name.rpartition("-")[0]: path for path in newest}
     if not by_stage:
-        raise UserError("no completions there", place=str(folder), fix="grpo run CONFIG comes first")
+        fix = "grpo run CONFIG comes first"
+        if tracking is not None and (run_id := _in_mlflow(folder.name, tracking)):
+            in_mlflow = (
+                f"MLflow has the run {run_id[:8]}, and its stages have their completions as artifacts (grpo ui shows them)"
+            )
+            fix = f"{in_mlflow}; grpo run CONFIG makes new ones"
+        looked_for = f"no folder {folder.name}/train_stage/*/completions, which a stage of the run {folder.name} writes"
+        raise UserError(looked_for, place=str(folder.parent), fix=fix)
     name = stage or list(by_stage)[-1]
     if name not in by_stage:
         raise UserError(f"no stage {name} was trained there", place=str(folder), fix=f"--stage {' or '.join(by_stage)}")
@@ -135,3 +148,14 @@ def read_completions(folder: Path, *, stage: str | None = None, step: int | None
     table = turn_by_turn(read_table(tables[wanted])).group_by("prompt_id", "completion", maintain_order=True)
     once = table.agg(pl.len().alias("count"), pl.exclude("count").first())
     return UpdateCompletions(name, wanted, list(tables), once)
+
+
+def _in_mlflow(name: str, tracking: TrackingConfig) -> str:
+    """Id of the newest run of this name; empty where MLflow has none or cannot be asked."""
+    # Here, because mlflow takes seconds to import.
+    from grpo_tasks.tracking.past_runs import newest_run
+
+    try:
+        return newest_run(name, tracking)
+    except TrackingError:
+        return ""

@@ -7,7 +7,8 @@ of logits have one size, or in the backward pass of a layer, whatever the size o
     bytes   head     kept for the backward pass + chunks of logits        the larger one up to some thousand tokens
             layers   kept for the backward pass + gradients of a layer    the larger one above
 
-Both grow with the tokens and else depend on little, so two counted passes give the two lines, and these every other pass.
+Both grow with the tokens and else depend on little, so two counted passes give the two lines, and these every other pass. A pass
+that predicts fewer tokens than a chunk of logits has takes less: where a single completion does, a third one is counted.
 Nothing here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
 """
 
@@ -26,7 +27,7 @@ from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.load import load_errors, new_policy
-from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.logprobs import OwnHead, chunk_rows, completion_logprobs
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -54,7 +55,7 @@ COUNTED_TOKENS = 32_768
 """Tokens of the smaller counted pass, about; the other one has twice as many. Both have more than a few chunks of the head, so
 that a chunk is part of what is fixed, and so many that the gradient of trained embeddings is small against their layers."""
 
-_LINES: dict[tuple[object, ...], tuple["Line", "Line"]] = {}
+_PEAKS: dict[tuple[object, ...], "Peaks"] = {}
 """By architecture, model settings and shape of the groups."""
 
 META = torch.device("meta")
@@ -78,10 +79,35 @@ class Line:
     slope: float
 
     @classmethod
-    def through(cls, one: tuple[int, int], two: tuple[int, int]) -> "Line":
+    def through(cls, one: tuple[float, float], two: tuple[float, float]) -> "Line":
         """The line through two points (tokens, bytes)."""
         slope = (two[1] - one[1]) / (two[0] - one[0])
         return cls(one[1] - slope * one[0], slope)
+
+    def at(self, tokens: float) -> float:
+        """Bytes of so many tokens."""
+        return self.fixed + self.slope * tokens
+
+    def within(self, size: float) -> float:
+        """Tokens of so many bytes."""
+        return (size - self.fixed) / self.slope
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes of a pass at its peaks, by its tokens."""
+
+    head: tuple[Line, ...]
+    """With full chunks of logits, and with fewer rows than a chunk has; the smaller one counts."""
+    layers: Line
+
+    def at(self, tokens: int) -> float:
+        """Bytes of so many tokens."""
+        return max(min(line.at(tokens) for line in self.head), self.layers.at(tokens))
+
+    def within(self, size: float) -> float:
+        """Tokens of so many bytes."""
+        return min(max(line.within(size) for line in self.head), self.layers.within(size))
 
 
 @dataclass(frozen=True)
@@ -158,7 +184,7 @@ class StagePlan:
 
     def update(self, tokens: int) -> float:
         """Of a pass of that many tokens, logits included."""
-        return max(line.fixed + line.slope * tokens for line in self._lines)
+        return self._peaks.at(tokens)
 
     @cached_property
     def fitting_tokens(self) -> int:
@@ -168,7 +194,7 @@ class StagePlan:
 
     def tokens_within(self, factor: float = 1.0) -> int:
         """Most tokens of a pass that takes `factor` times the calculated bytes."""
-        return int(min((self.available / factor - line.fixed) / line.slope for line in self._lines))
+        return int(self._peaks.within(self.available / factor))
 
     @property
     def pass_tokens(self) -> int:
@@ -205,19 +231,24 @@ class StagePlan:
         return replace(self, model=self.model.model_copy(update={"gradient_checkpointing": True}))
 
     @property
-    def _lines(self) -> tuple[Line, Line]:
-        """Of a pass at its peaks in the head and in the layers."""
+    def _peaks(self) -> Peaks:
         length, prompt = self.rollout.max_completion_length, self.prompt_length
         # Very long completions are counted in smaller groups.
         size = min(self.stage.num_generations, max(1, COUNTED_TOKENS // length))
         # Stages of a run differ in other things, and counting takes seconds.
         key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length
-        if key not in _LINES:
+        if key not in _PEAKS:
             prompts = max(1, COUNTED_TOKENS // (prompt + size * length))
             one, two = (count_pass(self._policy, Groups.equal(times * prompts, prompt, size, length)) for times in (1, 2))
-            head = Line.through((one.tokens, one.head), (two.tokens, two.head))
-            _LINES[key] = head, Line.through((one.tokens, one.layers), (two.tokens, two.layers))
-        return _LINES[key]
+            head = [Line.through((one.tokens, one.head), (two.tokens, two.head))]
+            rows = chunk_rows(OwnHead(self._policy).out_features, META)
+            if 1 < length < rows:
+                alone = count_pass(self._policy, Groups.equal(1, prompt, 1, length))
+                # A chunk is full with so many tokens of one prompt. The last token of a completion predicts nothing.
+                full = prompt + rows * (length - 1) / length
+                head.append(Line.through((alone.tokens, alone.head), (full, head[0].at(full))))
+            _PEAKS[key] = Peaks(tuple(head), Line.through((one.tokens, one.layers), (two.tokens, two.layers)))
+        return _PEAKS[key]
 
     @property
     def _shards(self) -> int:

@@ -16,7 +16,8 @@ from schemas.results.model import MergeSpec
 def main(directory: Path) -> None:
     """Merge the adapter and write the figures of the proof."""
     spec = MergeSpec.load(directory / SPEC)
-    merge(spec, directory, device=pick_device(ResourcesConfig(device="cpu"))).save(directory / RESULT)
+    resources = ResourcesConfig(device="cpu", num_threads=spec.num_threads)
+    merge(spec, directory, device=pick_device(resources)).save(directory / RESULT)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 from grpo_tasks.content.tokenizer import end_token_ids, prompt_ids
+from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.policy.load import load_errors
 from schemas.prompts import PLAIN
 
 
 class ChatSession:
-    """A loaded model and its tokenizer. Safetensors only, no remote code. ModelError where the folder cannot be loaded."""
+    """A loaded model and its tokenizer. Safetensors only, no remote code. ModelError where the folder cannot be loaded, and where
+    this machine has a GPU that torch cannot use."""
 
     def __init__(self, folder: Path) -> None:
+        check_cards(place="chat", without="CUDA_VISIBLE_DEVICES= before the command")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with load_errors("the model", str(folder)):
             self._tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -10,6 +10,7 @@ from grpo_tasks.data.offered_tools import with_offered_tools
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.processes.child import RESULT, SPEC, run_module
 from grpo_tasks.running.step import Work, step
+from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport
 from schemas.results.model import PROOF_PROMPTS, PROOF_TOKENS, MergeFigures, MergeProof, MergeSpec, ModelRef, Sampling
@@ -24,7 +25,7 @@ def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport
     """Merge in float32, save, reload and compare. A merged model that keeps too little of what training changed raises an error
     and is never published."""
     began = time.perf_counter()
-    merge_spec(config, ref, data).save(work.directory / SPEC)
+    merge_spec(config, ref, data, work.run.resources).save(work.directory / SPEC)
     run_module("grpo_tasks.policy", work.directory)
     figures = MergeFigures.load(work.directory / RESULT)
     proof = MergeProof(
@@ -39,7 +40,7 @@ def merge_adapter(work: Work, config: RunConfig, ref: ModelRef, data: DataReport
     return proof
 
 
-def merge_spec(config: RunConfig, ref: ModelRef, data: DataReport) -> MergeSpec:
+def merge_spec(config: RunConfig, ref: ModelRef, data: DataReport, resources: ResourcesConfig) -> MergeSpec:
     """What the child process is to merge and to prove."""
     return MergeSpec(
         model=config.model,
@@ -50,4 +51,5 @@ def merge_spec(config: RunConfig, ref: ModelRef, data: DataReport) -> MergeSpec:
         chat_template_kwargs=with_offered_tools(config).rollout.chat_template_kwargs,
         system_prompt=config.merged_system_prompt,
         sampling=Sampling.of(config.rollout),
+        num_threads=resources.num_threads,
     )

@@ -6,7 +6,11 @@ training machine has, and replies with a list that no OpenAI client reads. `tool
 answer.
 """
 
+import logging
 import math
+import os
+import re
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -34,7 +38,7 @@ class _Answers:
         """Load the tokenizer and the weights of the folder `model`."""
         folder, self._settings = context.artifacts["model"], dict(context.model_config or {})
         device = self._settings.get("device", "auto")
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        device = _fastest_device() if device == "auto" else device
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self._settings.get("dtype", "auto"), use_safetensors=True
@@ -162,6 +166,35 @@ class _StopSearch(StoppingCriteria):
     def _first(self, text: str) -> tuple[int, str] | None:
         found: Iterator[tuple[int, str]] = ((text.find(stop), stop) for stop in self._stop if stop in text)
         return min(found, default=None)
+
+
+def _fastest_device() -> str:
+    """Where torch computes: cuda, or cpu, with a warning where there is a GPU all the same."""
+    try:
+        torch.ones(1, device="cuda").add(1).item()
+    except (AssertionError, RuntimeError) as error:
+        # A run refuses such a machine (kit/cards.py, which this file cannot import): it would take days instead of hours. Callers
+        # of a server wait for an answer, and a slow one is better than none.
+        visible, driver = os.environ.get("CUDA_VISIBLE_DEVICES"), _driver()
+        if driver and (visible is None or re.match(r"\s*(\d|GPU-|MIG-)", visible)):
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+            logging.getLogger(__name__).warning(
+                "this machine has a GPU that torch cannot use: the driver is %s, torch %s is built for %s and says: %s; the "
+                "model answers on the CPU (fix: install a driver and a torch for this GPU that fit each other)",
+                *(driver, torch.__version__, built, str(error).partition("\n")[0]),
+            )
+        return "cpu"
+    return "cuda"
+
+
+def _driver() -> str:
+    """The version of the driver of this machine's GPUs; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = re.match(r"\d[\d.]*", subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found[0] if found else ""
 
 
 def _requests(given: Any) -> list[dict[str, Any]]:

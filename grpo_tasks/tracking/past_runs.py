@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -13,9 +13,10 @@ import polars as pl
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 
+from grpo_tasks.tracking.database import sqlite_file
 from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.registry import find_version, model_names
-from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
+from grpo_tasks.tracking.store import CHECK_S, Store, open_store, pages, resolve_uri, run_or_none, versions_of
 from grpo_tasks.tracking.texts import VERSION
 from schemas.config.load import check_recorded
 from schemas.config.operations import TrackingConfig
@@ -176,13 +177,23 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
         same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
         return same and "rejection" in kinds and "grpo" not in kinds
 
-    found = open_store(tracking).call(lambda client: next(filter(wanted, parent_runs(client)), None))
+    store = replace(open_store(tracking), patience_s=CHECK_S)
+    found = store.call(lambda client: next(filter(wanted, parent_runs(client)), None))
     return found.info.run_id if found else None
 
 
 def is_named(run: Run, name: str) -> bool:
     """Whether this is the run's name, or its beginning without the time."""
     return f"{run.info.run_name} ".startswith(f"{name} ")
+
+
+def newest_run(name: str, tracking: TrackingConfig) -> str:
+    """Id of the newest run of this name; empty where there is none. The question creates no database."""
+    file = sqlite_file(resolve_uri(tracking))
+    if file is not None and not file.exists():
+        return ""
+    found = open_store(tracking).call(lambda client: next((run for run in parent_runs(client) if is_named(run, name)), None))
+    return found.info.run_id if found else ""
 
 
 def find_run(store: Store, reference: str, tracking: TrackingConfig) -> Run:

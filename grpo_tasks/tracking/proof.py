@@ -17,10 +17,11 @@ import mlflow.artifacts
 import mlflow.pyfunc
 
 from grpo_tasks.kit.progress import Count, Progress, report
+from grpo_tasks.policy.load import pick_device
 from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config.operations import TrackingConfig
+from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.errors import OUR_PACKAGES, ServedModelError
 from schemas.results.base import Result
 from schemas.results.model import PROOF_TOKENS, GreedyAnswer
@@ -36,6 +37,8 @@ class ServedSpec(Result):
     model_id: str
     answers: list[GreedyAnswer]
     """Prompts as a client sends them, with the answers of the merge proof."""
+    num_threads: int | None = None
+    """As in `resources`."""
 
 
 def prove_served(spec: ServedSpec) -> None:
@@ -104,7 +107,9 @@ def _without_our_packages() -> Iterator[None]:
 
 def main(directory: Path) -> None:
     """Prove the logged model that the folder's spec names."""
-    prove_served(ServedSpec.load(directory / SPEC))
+    spec = ServedSpec.load(directory / SPEC)
+    pick_device(ResourcesConfig(device="cpu", num_threads=spec.num_threads))
+    prove_served(spec)
 
 
 if __name__ == "__main__":

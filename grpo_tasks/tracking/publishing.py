@@ -371,7 +371,8 @@ def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[S
         return
     answers = [answer.model_copy(update={"messages": _as_a_client_asks(run, answer.messages)}) for answer in proof.answers]
     try:
-        prove(ServedSpec(tracking=run.config.tracking, model_id=model_id, answers=answers))
+        resources = run.config.resources
+        prove(ServedSpec(tracking=run.config.tracking, model_id=model_id, answers=answers, num_threads=resources.num_threads))
     except ServedModelError:
         run.store.call(lambda client: client.delete_logged_model(model_id))
         raise

@@ -130,6 +130,8 @@ class MergeSpec(Result):
     """Defaults that the chat template of the merged model gets, as it gets the next two."""
     system_prompt: str | None = None
     sampling: Sampling = Field(default_factory=Sampling)
+    num_threads: int | None = None
+    """As in `resources`."""
 
 
 class GreedyAnswer(Result):

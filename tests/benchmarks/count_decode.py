@@ -169,7 +169,7 @@ def decode_counts() -> dict[str, float]:
     for name, adapter in (("kernels_per_decode_step", False), ("kernels_per_decode_step_adapter", True)):
         one, two = (_kernels(layers, adapter=adapter) for layers in (1, 2))
         counts[name] = float(one + (LAYERS - 1) * (two - one))
-    engine = _engine(_model(NARROW, 1, torch.float32))
+    engine = _engine(small_model(NARROW, 1, torch.float32))
     engine._end_ids = frozenset(ENDS)
     steps = [0]
 
@@ -177,9 +177,9 @@ def decode_counts() -> dict[str, float]:
         steps[0] += 1
 
     # The check against the model's own forward pass comes before the first completion, once for an engine.
-    engine.generate(_requests()[:1], Sampling.of(RolloutConfig(max_completion_length=1)))
+    engine.generate(rollout_requests()[:1], Sampling.of(RolloutConfig(max_completion_length=1)))
     with each_step(count, lambda _: None), Reads() as reads:
-        engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
+        engine.generate(rollout_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
     counts["host_syncs_per_decode_step"] = reads.count / steps[0]
     counts["passes_per_token"] = float(passes_per_token(torch.bfloat16, Sampling.of(RolloutConfig())))
     first, later = captures()
@@ -192,11 +192,11 @@ def decode_counts() -> dict[str, float]:
 def captures() -> tuple[int, int]:
     """Graphs that a rollout of 64 completions captures, and that the two after it capture, with other prompts and lengths."""
     tapes = Tapes()
-    engine = _engine(_model(NARROW, 1, torch.float32), capture=tapes)
+    engine = _engine(small_model(NARROW, 1, torch.float32), capture=tapes)
     engine._end_ids = frozenset(ENDS_SOON)
     found = []
     for number in range(3):
-        engine.generate(_requests(number), Sampling.of(RolloutConfig(max_completion_length=2 * LENGTH)))
+        engine.generate(rollout_requests(number), Sampling.of(RolloutConfig(max_completion_length=2 * LENGTH)))
         engine.sync()
         found.append(tapes.count)
     return found[0], found[-1] - found[0]
@@ -205,14 +205,14 @@ def captures() -> tuple[int, int]:
 def _kept_bytes(layers: int) -> int:
     """Bytes that an engine keeps behind a rollout of 64 completions of at most 512 tokens, with heads as those of 1.5B."""
     shape = {"hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 2}
-    engine = _engine(_model(shape, layers, torch.bfloat16), capture=Tapes())
+    engine = _engine(small_model(shape, layers, torch.bfloat16), capture=Tapes())
     engine._end_ids = frozenset(range(LENGTH))  # whatever comes
-    engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
+    engine.generate(rollout_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
     return engine._graphs.num_bytes
 
 
 def _kernels(layers: int, *, adapter: bool) -> int:
-    policy: CausalLM = _model(SHAPES["qwen2.5-1.5b"], layers, torch.bfloat16)
+    policy: CausalLM = small_model(SHAPES["qwen2.5-1.5b"], layers, torch.bfloat16)
     if adapter:
         lora = LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM")
         policy = cast("PeftModel", get_peft_model(policy, lora)).eval()
@@ -222,14 +222,15 @@ def _kernels(layers: int, *, adapter: bool) -> int:
     with gpu_ways(), Operations() as operations, each_step(
         lambda _: operations.found.clear(), lambda _: found.append(len(operations.found))
     ):  # fmt: skip
-        engine.generate(_requests()[:11], Sampling.of(RolloutConfig(max_completion_length=4)))
+        engine.generate(rollout_requests()[:11], Sampling.of(RolloutConfig(max_completion_length=4)))
     assert engine._fused is not None
     # The first step makes constants, which later ones find.
     assert len(set(found[1:])) == 1
     return found[-1]
 
 
-def _model(shape: dict[str, int], layers: int, dtype: torch.dtype) -> PreTrainedModel:
+def small_model(shape: dict[str, int], layers: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A random Qwen2 of that shape and so many layers, whose tokens are about equally likely."""
     torch.manual_seed(0)
     config = Qwen2Config(
         **{**shape, "num_hidden_layers": layers}, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True
@@ -243,8 +244,8 @@ def _engine(model: CausalLM, capture: Tapes | None = None) -> LocalEngine:
     return engine
 
 
-def _requests(number: int = 0) -> list[Request]:
-    """Of a rollout: each has other prompts, of other lengths."""
+def rollout_requests(number: int = 0) -> list[Request]:
+    """Those of a rollout of 64 completions; each rollout has other prompts, of other lengths."""
     prompts = [list(range(5 + number, 20 + 3 * number + index)) for index in range(PROMPTS)]
     return [Request(prompts[index * PROMPTS // ROWS], seed=number * ROWS + index) for index in range(ROWS)]
 

@@ -2,8 +2,8 @@
 
 Two tables: the figures that have a limit, for the shape of Qwen2.5-1.5B, and passes of both shapes with ranks, groups and lengths
 that are usual. Bytes are those of torch's meta device, which runs the real code of the update at full size without numbers.
-Kernels are operations that are no views. How often the host waits is measured on the pretend card of the tests. No card has run
-any of it.
+Kernels are operations that are no views. How often host and GPU wait for each other is counted on the pretend card of the tests.
+No card has run any of it.
 """
 
 import json
@@ -46,6 +46,8 @@ LAYERS = 24
 """Layers that counts of kernels are given for."""
 ADAPTED = 2 * 7 * SHAPE["num_hidden_layers"]
 """Matrices of an adapter on all linear layers."""
+Waits = dict[str, dict[str, dict[str, int]]]
+"""As count_waits.py prints them."""
 RANKS, GROUP_SIZES, LENGTHS = (16, 32), (8, 16), (64, 256, 1024)
 
 
@@ -162,15 +164,28 @@ def update_counts() -> Iterator[Count]:
     yield Count("padding_share, mixed lengths", "padded", 1.0, two.tokens / MIXED.tokens)
     yield Count("prompt_tokens_computed / prompt tokens", "G", 1.0, 1 + (whole.tokens - EVEN.tokens) / sum(EVEN.prompts))
     yield Count("attention calls with a dense mask", "every layer", 0, whole.masks)
-    waits = host_waits()
-    yield Count("host_syncs to build and score a pass", "2-3", 0, float(sum(waits["pass"].values())))
+    waits = count_waits()
+    yield from wait_rows(waits)
     yield Count("copies of pageable memory, update and rollout", "-", 0, float(sum(pageable(waits).values())))
     yield Count(f"kernels of an optimizer step, {ADAPTED} matrices", "3,530", 12, optimizer_kernels())
 
 
-def pageable(waits: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Those of `host_waits` that are copies to the device from memory that is not pinned."""
-    return {line: times for found in waits.values() for line, times in found.items() if line.endswith("of pageable memory")}
+def wait_rows(waits: Waits) -> Iterator[Count]:
+    """How often host and GPU wait for each other."""
+    yield Count("times that the host waits to build and score a pass", "2-3", 0, float(sum(waits["pass"]["host"].values())))
+    # The host reads the figures and the norm of the gradient. The GPU waits for the first microbatch, and after each read.
+    yield Count("times that the host waits for the GPU in an update", "-", 2, float(sum(waits["update"]["host"].values())))
+    yield Count("times that the GPU waits for the host in an update", "-", 3, float(sum(waits["update"]["gpu"].values())))
+    rollout = waits["rollout"]
+    of = "a rollout of 64 completions, 512 steps"
+    yield Count(f"times that the host waits for the GPU in {of}", "-", 65, float(sum(rollout["host"].values())))
+    yield Count(f"times that the GPU waits for the host in {of}", "-", 2, float(sum(rollout["gpu"].values())))
+
+
+def pageable(waits: Waits) -> dict[str, int]:
+    """Those of the host that are copies to the device from memory that is not pinned."""
+    host = [found["host"].items() for found in waits.values()]
+    return {line: times for items in host for line, times in items if line.endswith("of pageable memory")}
 
 
 def optimizer_kernels() -> int:
@@ -187,11 +202,11 @@ def optimizer_kernels() -> int:
     return memory.kernels
 
 
-def host_waits() -> dict[str, dict[str, int]]:
-    """What makes the host wait in a "pass" that is built and scored, and in a "rollout", on the pretend card, and how often."""
+def count_waits() -> Waits:
+    """How often "host" and "gpu" wait for each other in a "pass", an "update", a "first rollout" and a "rollout", and where."""
     command = [sys.executable, "-m", "tests.benchmarks.count_waits"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    found: Waits = json.loads(done.stdout)
     return found
 
 

@@ -80,7 +80,7 @@ def real_steps(config: RunConfig, data: DataReport, folder: Path) -> Iterator[tu
         yield f"train_stage-{stage.name}", timed(began)
     yield sampled(f"evaluate_model-{stage.name}", SampleSpec.of_evaluation(config, model, data.eval, resources))
     began = time.process_time()
-    merge(merge_spec(config, model, data), folder, device=pick_device(resources))
+    merge(merge_spec(config, model, data, resources), folder, device=pick_device(resources))
     yield "merge_adapter", timed(began)
     merged = ModelRef(path=str(folder / "model"))
     yield sampled("evaluate_model-merged", SampleSpec.of_evaluation(config, merged, data.eval, resources))

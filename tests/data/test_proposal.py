@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from flows.cli.init import run_name
 from flows.cli.main import app
+from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.extract import extract
 from grpo_tasks.answers.ground_truths import find_pattern
 from grpo_tasks.data.columns import ColumnChoice, candidates, left_out
 from grpo_tasks.data.proposal import data_settings, find_equality, find_unit
@@ -193,6 +195,10 @@ READINGS = {
         {"post": lambda n: f"Explain why {n} works.", "upvotes": lambda n: n * 31 % 17, "author": lambda n: f"user{n}"},
         ("post", None),
     ),
+    "objects as answers": (
+        {"post": lambda n: f"Bill {n} of May", "meta": {"page": 1}, "expected": lambda n: {"number": n}},
+        ("post", "expected"),
+    ),
     "objects": (
         {"prompt": lambda n: chat(f"Compute {n} * 7."), "reward_model": lambda n: {"ground_truth": str(n)}},
         ("prompt", None),
@@ -216,9 +222,40 @@ def test_columns_are_recognised_by_what_they_hold(columns, expected, count, tmp_
     assert all(why for _, why in left_out(first, rows, {}))
 
 
-def test_objects_as_answers_are_left_out_with_the_settings_that_take_them(tmp_path):
-    rows = [{"question": f"Invoice {number}?", "answer": {"total": number}} for number in range(12)]
+@pytest.mark.parametrize("as_text", [False, True])
+def test_objects_as_answers_get_a_config_that_compares_them(here, as_text):
+    def invoice(number):
+        found = {"number": number, "vendor": f"Miller {number % 3}", "lines": [{"pens": number}]}
+        found |= {"note": "late"} if number % 2 else {}
+        return json.dumps(found) if as_text else found
+
+    write_rows(here / "bills.jsonl", text=lambda n: f"Bill {n} from Miller {n % 3}: {n} pens.", output=invoice)
+    assert "ground truth output" in init("bills.jsonl", "--yes")
+    config = load_config("bills.yaml")
+    assert (config.completion.format, config.completion.equality) == ("json", "json")
+    assert config.completion.required == ["number", "vendor", "lines"]
+    assert config.data.system_prompt == 'Reply with a JSON object: {"number": ..., "vendor": "...", "lines": [...]}'
+    assert [stage.rewards for stage in config.stages] == [["format"], ["format", "correctness"]]
+    data = load_data(config, here / "data")
+    assert data.train_rows + data.eval_rows == 30
+    for row in read_prompts(data.train):
+        read = extract(row.answer, config.completion)
+        assert read.strict_format
+        assert answers_equal(read.answer, row.answer, "json")
+
+
+def test_a_completion_has_room_for_the_longest_object(here):
+    write_rows(here / "long.jsonl", text=lambda n: f"Text {n}?", answer=lambda n: {"words": [f"word{k}" for k in range(n + 30)]})
+    init("long.jsonl", "--yes")
+    config = load_config("long.yaml")
+    assert 200 < config.rollout.max_completion_length < 2048
+    assert config.rollout.max_completion_length + config.validation.max_prompt_length <= 2048
+
+
+def test_objects_next_to_an_answer_are_left_out_with_settings(tmp_path):
+    rows = [{"question": f"Invoice {number}?", "answer": {"total": number}, "label": number} for number in range(12)]
     [first, *_] = candidates(rows)
+    assert first.answer == "label"
     [(name, why)] = left_out(first, rows, {})
     assert name == "answer"
     settings = why.partition("as ground truths: ")[2].split(" and ")
@@ -348,6 +385,8 @@ def test_one_unit_of_all_answers_is_taken_off(answers, pattern):
         (["92 + 31 - 5", "7 * (3 - 1)"], "math"),
         (["Zoey is a knight, and Ethan is a knave.", "Nobody is."], "exact"),
         ([], "exact"),
+        (['{"a": 1}', '{"b": [2]}'], "json"),
+        (['{"a": 1}', "a text"], "exact"),
     ],
 )
 def test_answers_are_compared_as_what_they_are(truths, equality):

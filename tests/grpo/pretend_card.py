@@ -3,6 +3,9 @@
 An operation on tensors of both places raises an error, as it does with CUDA. Wherever the host waits for the card, because of a
 number or of a copy that is not `non_blocking`, the line of our code is recorded in `WAITS`. So is a copy to the card that is
 `non_blocking` and comes from memory that is not pinned: CUDA may wait for it all the same (`PAGEABLE`).
+
+The card works on what is launched, in order. Where the host has waited for all of it, the card waits for the host until the next
+operation; that line is recorded in `IDLES`.
 """
 
 import sys
@@ -22,6 +25,8 @@ CARD = torch.device("card:0")
 WAITS = Counter()
 """How often each line waited: ("learner.py:120", operation) -> times."""
 
+IDLES = Counter()
+"""How often the card had nothing to do until a line gave it work: "learner.py:120" -> times."""
 LOG = []
 """The lines that waited, in their order, and what a test adds."""
 PAGEABLE = "copy of pageable memory"
@@ -33,6 +38,7 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal
 # Its gradient reads by the mask, inside one operation.
 WAITING |= {"masked_scatter_backward"}
 WAITING |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"}
+NO_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "set_"}
 INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -63,6 +69,31 @@ class Memory:
 MEMORY = Memory()
 
 
+class Queue:
+    """What the host has launched and the card may still work on."""
+
+    def __init__(self):
+        self.launched, self.empty = 0, True
+
+    def launch(self):
+        """An operation that is no view, or a copy."""
+        line = _line()
+        if line is None:
+            return
+        self.launched += 1
+        if self.empty:
+            IDLES[line] += 1
+            self.empty = False
+
+    def wait(self, until=None):
+        """The host waits for what was launched first, `until` so many operations; None: for all."""
+        if _line() is not None and until in (None, self.launched):
+            self.empty = True
+
+
+QUEUE = Queue()
+
+
 class OnCard(torch.Tensor):
     """A tensor on the card; `host` has its numbers."""
 
@@ -77,6 +108,7 @@ class OnCard(torch.Tensor):
 
     def tolist(self):
         _record("tolist")
+        QUEUE.wait()
         return self.host.tolist()
 
     def untyped_storage(self):
@@ -158,7 +190,8 @@ def run(function, args, kwargs):
     # A number on the host may meet tensors of the card; a tensor with axes may not.
     if cards and name not in BOTH_PLACES and any(not isinstance(tensor, OnCard) and tensor.dim() for tensor in tensors):
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} at {_line()}")
-    _record(_wait(function, args, kwargs, cards))
+    waited = _wait(function, args, kwargs, cards)
+    _record(waited)
     wanted = kwargs.get("device")
     on_card = _is_card(wanted) if wanted is not None else bool(cards)
     if name == "copy_":
@@ -172,6 +205,12 @@ def run(function, args, kwargs):
     if function is torch.ops.aten.mm.dtype:  # no CPU has it
         function, args = torch.mm, [factor.host.to(args[2]) for factor in args[:2]]
     found = function(*tree_map(host, args), **tree_map(host, kwargs))
+    if (cards or on_card) and name not in NO_WORK and not function.is_view:
+        QUEUE.launch()
+    if waited == "copy to the host" and kwargs.get("non_blocking"):
+        found.behind = QUEUE.launched  # who reads it waits for so many operations
+    elif waited not in (None, PAGEABLE):
+        QUEUE.wait()
     if not on_card:
         return found
     known = {id(tensor.host): tensor for tensor in cards}
@@ -201,6 +240,8 @@ class _OnHost(TorchFunctionMode):
         if function is torch.tensor and device is not None and _is_card(device):
             del kwargs["device"]
             return function(*args, **kwargs).to(device)
+        if function is torch.Tensor.tolist and hasattr(args[0], "behind"):
+            QUEUE.wait(until=args[0].behind)
         return function(*args, **kwargs)
 
 

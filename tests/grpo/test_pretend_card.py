@@ -187,6 +187,30 @@ def test_the_card_records_what_makes_the_host_wait_as_cuda_does():
     assert json.loads(done.stdout) == {call: [name] if name else [] for call, name in WAITS.items()}
 
 
+IDLES = {
+    "x + x; x + x": 1,  # it has nothing to do before the first line of its work
+    "x.sum().item(); x.view(2, 3); x + x; x + x": 2,
+    "x.cpu()": 1,
+    "x.sum().item(); x + x; torch.tensor([1, 2], device=CARD); x + x": 3,
+    # A copy that is not waited for, with work behind it and without.
+    "y = x.to('cpu', non_blocking=True, copy=True); x + x; y.tolist(); x + x": 1,
+    "y = x.to('cpu', non_blocking=True, copy=True); y.tolist(); x + x": 2,
+}
+
+
+@pytest.mark.slow
+def test_the_card_waits_where_the_host_has_waited_for_all_work():
+    code = (
+        "from tests.grpo.pretend_card import CARD, IDLES, QUEUE, card\nimport json, torch\nfound = {}\nwith card():\n"
+        f"    x = torch.arange(6.0).to(CARD)\n    for calls in {list(IDLES)!r}:\n"
+        "        IDLES.clear()\n        QUEUE.wait()\n        exec(calls)\n        found[calls] = IDLES.total()\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == IDLES
+
+
 @pytest.mark.long
 @pytest.mark.ci
 def test_an_update_waits_for_the_card_only_for_its_figures(both):

@@ -77,6 +77,64 @@ def test_a_card_that_torch_cannot_use_is_an_error(machine, monkeypatch, driver, 
     assert "resources.device: cpu" in refused.value.fix
 
 
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+"""What torch 2.13 of the index is built for."""
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """A function that plants cards of some compute capabilities, which torch sees, and what torch is built for."""
+
+    def plant(architectures, *capabilities):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Card")
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "fix"),
+    [
+        ((7, 0), CUDA_13, "install torch for an older version of CUDA"),
+        ((6, 1), CUDA_13, "install torch for an older version of CUDA"),
+        # Code of one major version does not run on the next one, unless the driver may compile it.
+        ((10, 0), ["sm_80", "sm_90a"], "install a newer torch"),
+        ((8, 0), ["sm_86"], "install torch for an older version of CUDA"),
+    ],
+)
+def test_a_card_that_torch_is_not_built_for_is_an_error(usable, capability, architectures, fix):
+    usable(architectures, capability)
+    with pytest.raises(ModelError) as refused:
+        check_cards(place="chat", without="an empty CUDA_VISIBLE_DEVICES")
+    numbers = ".".join(map(str, capability))
+    assert f"a GPU that torch cannot use: NVIDIA Card has compute capability {numbers}, torch" in refused.value.message
+    assert refused.value.message.endswith(f"is built for {', '.join(architectures)}")
+    assert refused.value.fix.startswith(fix)
+    assert refused.value.fix.endswith("; an empty CUDA_VISIBLE_DEVICES computes without a GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures"),
+    [((7, 5), CUDA_13), ((8, 9), CUDA_13), ((9, 0), ["sm_80", "sm_90a"]), ((12, 1), CUDA_13), ((10, 3), ["sm_90", "compute_90"])],
+)
+def test_a_card_runs_code_of_its_major_version_and_intermediate_code(usable, capability, architectures):
+    usable(architectures, capability)
+    check_cards()
+
+
+def test_each_process_asks_for_its_own_card(usable, monkeypatch):
+    usable(CUDA_13, (9, 0), (6, 1))
+    check_cards()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ModelError, match=r"compute capability 6\.1"):
+        check_cards()
+
+
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 def test_hidden_cards_are_no_error(machine, monkeypatch, hidden):
     machine(smi="535.104.05")

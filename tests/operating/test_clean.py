@@ -110,6 +110,19 @@ def test_old_runs_go_by_their_age(runs):
     assert "30 moons" in clean("--older-than", "30 moons", expect=2)
 
 
+@pytest.mark.parametrize("text", ['{"key": "0', '{"of_another": "version"}', ""])
+def test_a_run_whose_publication_cannot_be_read_goes_by_its_name_only(runs, text):
+    folder, result = runs("mine", days=40, version=1), f"publish_model/all-{KEY}/result.json"
+    (folder / result).write_text(text)
+    os.utime(folder / result, (time.time() - 40 * DAY_S,) * 2)
+    for selection in (["--older-than", "30d"], ["--superseded"]):
+        shown = clean(*selection, "--yes")
+        assert f"{result} cannot be read, and a model that it names may wait for approval" in shown
+    assert len(list((folder / "train_stage").iterdir())) == 3
+    clean("mine", "--yes")
+    assert not folder.exists()
+
+
 def test_of_the_same_step_only_the_newest_result_stays(runs):
     folder = runs("mine")
     damaged = folder / "train_stage" / f"format-{KEY}.damaged-1"

@@ -153,6 +153,22 @@ def test_the_plan_foretells_passes_of_every_size(checkpointing):
     assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing), ((1, 3), (1, 18), (4, 14)))
 
 
+@pytest.mark.parametrize("model", [{}, pytest.param({"lora": None}, marks=pytest.mark.slow)], ids=["adapter", "all weights"])
+def test_a_pass_with_less_than_a_chunk_of_logits_is_planned(model):
+    # At this vocabulary a chunk has 2,048 rows.
+    architecture = Qwen2Config(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32_000,
+    )  # fmt: skip
+    plan = counts.plan_of(architecture, gradient_checkpointing=True, **model)
+    short = replace(plan, prompt_length=100, rollout=plan.rollout.model_copy(update={"max_completion_length": 200}))
+    for each, sizes in ((plan, ((1, 1), (1, 2), (1, 3))), (short, ((1, 1), (1, 5), (1, 10), (1, 11), (2, 10)))):
+        assert max(map(abs, counts.plan_errors(each, sizes))) < 0.03
+        for tokens in (each.prompt_length + each.rollout.max_completion_length + 2, 2000, 5000):
+            room = replace(each, taken=each.available - each.update(tokens))
+            assert room.fitting_tokens == pytest.approx(tokens, abs=1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -344,11 +360,19 @@ def test_a_row_of_the_second_table_is_what_all_layers_give():
 
 
 @pytest.mark.long
-def test_nothing_waits_for_a_pass_and_all_copies_are_pinned():
-    waits = counts.host_waits()
-    assert waits["pass"] == {}
-    assert waits["rollout"]  # a step reads its tokens
+def test_host_and_gpu_wait_for_each_other_as_the_page_says():
+    waits = counts.count_waits()
+    assert waits["pass"]["host"] == {}
+    # The figures and the norm of the gradient are read once; the GPU then waits for the optimizer's work.
+    assert [line.partition(":")[0] for line in waits["update"]["host"]] == ["measure.py", "learner.py"]
+    assert [line.partition(":")[0] for line in waits["update"]["gpu"]] == ["pinned.py", "learner.py", "learner.py"]
+    # The GPU has steps to compute while the host reads the tokens of those before them.
+    assert "decoding_loop.py" not in "".join(waits["rollout"]["gpu"])
     assert counts.pageable(waits) == {}
+    page = (counts.ROOT / "docs/benchmarks.md").read_text()
+    for row in counts.wait_rows(waits):
+        assert row.now <= row.limit
+        assert f"| {row.figure} | {row.now:,.4g} |" in page
 
 
 def test_an_optimizer_step_on_a_card_takes_a_handful_of_kernels():

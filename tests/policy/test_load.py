@@ -1,5 +1,8 @@
+import re
 import warnings
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,12 +10,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from grpo_tasks.kit import cards
+from grpo_tasks.policy import __main__ as policy_child
 from grpo_tasks.policy.load import load_base, load_policy, pick_device, save_trained, trainable_policy
+from grpo_tasks.processes.child import SPEC
+from grpo_tasks.rollout.chat_session import ChatSession
+from grpo_tasks.tracking import proof
 from schemas.config.model import ModelConfig
-from schemas.config.operations import ResourcesConfig
+from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.errors import ModelError
-from schemas.results.model import ModelRef
+from schemas.paths import resolve
+from schemas.results.model import MergeSpec, ModelRef
 
+ROOT = Path(__file__).parents[2]
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -72,7 +81,54 @@ def test_only_device_cpu_ignores_a_gpu_that_torch_cannot_use(monkeypatch):
     for device in ("auto", "cuda"):
         with pytest.raises(ModelError, match=r"a GPU that torch cannot use: the driver is 535\.104\.05"):
             pick_device(ResourcesConfig(device=device))
+    with pytest.raises(ModelError, match="a GPU that torch cannot use") as refused:
+        ChatSession(Path(resolve("embedded:base")))
+    assert refused.value.fix.endswith("CUDA_VISIBLE_DEVICES= before the command computes without a GPU")
     assert pick_device(ResourcesConfig(device="cpu")).type == "cpu"
+
+
+@pytest.mark.usefixtures("kept_determinism")
+def test_merging_and_asking_the_published_model_take_the_threads_of_the_config(tmp_path, monkeypatch):
+    found, before = [], torch.get_num_threads()
+
+    def compute(*_, **__):
+        found.append(torch.get_num_threads())
+        return SimpleNamespace(save=lambda _: None)
+
+    monkeypatch.setattr(policy_child, "merge", compute)
+    monkeypatch.setattr(proof, "prove_served", compute)
+    ref = ModelRef(path="embedded:base")
+    try:
+        for number in (1, 3):
+            MergeSpec(model=ModelConfig(), ref=ref, prompts=[], max_new_tokens=1, num_threads=number).save(tmp_path / SPEC)
+            policy_child.main(tmp_path)
+            proof.ServedSpec(tracking=TrackingConfig(), model_id="m", answers=[], num_threads=number).save(tmp_path / SPEC)
+            proof.main(tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1, 3, 3]
+
+
+COMPUTE_NOTHING = {
+    "grpo_tasks.policy.structure": "on the meta device",
+    "grpo_tasks.tracking.log_model": "copies files",
+    "grpo_tasks.cluster.stage": "starts processes on nodes",
+    "grpo_tasks.cluster.sampling": "starts processes on nodes",
+}
+
+
+def test_every_child_that_computes_picks_its_device_and_threads_in_one_place():
+    def text(module):
+        path = ROOT / module.replace(".", "/")
+        return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+    files = [path.relative_to(ROOT) for path in sorted((ROOT / "grpo_tasks").rglob("*.py"))]
+    modules = [str(path.with_suffix("")).replace("/", ".") for path in files]
+    children = [module for module in modules if "    run_child(main)\n" in text(module)]
+    assert {*COMPUTE_NOTHING} < {*children}
+    for child in {*children} - {*COMPUTE_NOTHING}:
+        imported = re.findall(r"^ *from (grpo_tasks[\w.]*) import", text(child), re.MULTILINE)
+        assert any("pick_device(" in text(module) for module in (child, *imported)), child
 
 
 def test_for_a_card_parts_of_16_bit_products_are_summed_in_float32(monkeypatch):

@@ -9,12 +9,15 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.content.tokenizer import prompt_ids, set_system_prompt, set_template_defaults
+from grpo_tasks.kit import cards
+from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.tracking.chat_model import ServedModel
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.errors import ModelError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
 
@@ -31,6 +34,29 @@ def served(folder, **settings):
 
 def ask(served_model, /, **request):
     return served_model.predict(None, {"messages": CHAT} | request)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the card of this machine")
+def test_a_card_that_torch_cannot_use_is_a_warning(tmp_path, monkeypatch, caplog):
+    def loaded():
+        caplog.clear()
+        model = served(resolve("embedded:base"), device="auto", max_tokens=2)
+        assert ask(model)["usage"]["completion_tokens"] == 2
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert loaded() == []
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 535.104.05\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    [warning] = loaded()
+    monkeypatch.setattr(cards, "DRIVER", tmp_path)  # as on a machine whose driver nvidia-smi alone knows
+    with pytest.raises(ModelError) as refused:
+        check_cards()
+    assert warning.startswith(refused.value.message)
+    assert "answers on the CPU (fix: " in warning
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert loaded() == []
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
+from grpo_tasks.operating.trace import read_completions
 from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.entities import held_out_versions, logged_models
 from grpo_tasks.tracking.handle import RunHandle
@@ -13,7 +14,7 @@ from grpo_tasks.tracking.past_runs import find_run, load_past_run, parent_runs, 
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, UserError
 from schemas.metrics import CURVES, KL, REWARD
 
 
@@ -48,6 +49,22 @@ def test_settings_curves_samples_and_questions_come_back_by_id_or_name(recorded)
     with pytest.raises(ModelError, match="no such run: nobody") as caught:
         load_past_run("nobody", tracking)
     assert recorded.run_id[:8] in caught.value.fix
+
+
+def test_completions_of_a_removed_folder_are_in_mlflow_if_the_run_is(recorded, tmp_path):
+    def refused(name, tracking):
+        with pytest.raises(UserError) as caught:
+            read_completions(tmp_path / "runs" / name, tracking=tracking)
+        assert caught.value.place == str(tmp_path / "runs")
+        assert f"no folder {name}/train_stage/*/completions" in caught.value.message
+        return caught.value.fix
+
+    name, tracking = recorded.config.name, recorded.config.tracking
+    assert refused(name, tracking).startswith(f"MLflow has the run {recorded.run_id[:8]}, ")
+    assert refused("nobody", tracking) == "grpo run CONFIG comes first"
+    none = tmp_path / "none.db"
+    assert refused(name, TrackingConfig(tracking_uri=f"sqlite:///{none}")) == "grpo run CONFIG comes first"
+    assert not none.exists()
 
 
 def test_a_run_without_an_evaluated_model_is_refused(database, make_config):
