@@ -210,11 +210,15 @@ class StagePlan:
         length, prompt = self.rollout.max_completion_length, self.prompt_length
         # Very long completions are counted in smaller groups.
         size = min(self.stage.num_generations, max(1, COUNTED_TOKENS // length))
+        entropies = self.stage.entropy_coef > 0
         # Stages of a run differ in other things, and counting takes seconds.
-        key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length
+        key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length, entropies
         if key not in _LINES:
             prompts = max(1, COUNTED_TOKENS // (prompt + size * length))
-            one, two = (count_pass(self._policy, Groups.equal(times * prompts, prompt, size, length)) for times in (1, 2))
+            one, two = (
+                count_pass(self._policy, Groups.equal(times * prompts, prompt, size, length), entropy_gradients=entropies)
+                for times in (1, 2)
+            )
             head = Line.through((one.tokens, one.head), (two.tokens, two.head))
             _LINES[key] = head, Line.through((one.tokens, one.layers), (two.tokens, two.layers))
         return _LINES[key]
@@ -383,8 +387,11 @@ def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM
         return new_policy(base.requires_grad_(False), config).train()
 
 
-def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
-    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device."""
+def count_pass(policy: CausalLM, groups: Groups, *, entropy_gradients: bool = False) -> PassCounts:
+    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device.
+
+    With `entropy_gradients` the entropies have gradients too, as in a stage with an entropy bonus.
+    """
     lengths = [length for group in groups.completions for length in group]
     # Different from the first token on: completions that begin alike would have less to compute.
     completions = [[index] * length for index, length in enumerate(lengths)]
@@ -413,9 +420,9 @@ def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
     ]
     try:
         with cuda_kernels() as calls, LiveMemory() as memory:
-            logps = completion_logprobs(policy, batch, temperature=1.0).logps
+            scores = completion_logprobs(policy, batch, temperature=1.0, entropy_gradients=entropy_gradients)
             saved = memory.now
-            logps.sum().backward()
+            (scores.logps + scores.entropies if entropy_gradients else scores.logps).sum().backward()
             ends(layers)
     finally:
         for watch in watches:

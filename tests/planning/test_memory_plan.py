@@ -153,6 +153,13 @@ def test_the_plan_foretells_passes_of_every_size(checkpointing):
     assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing), ((1, 3), (1, 18), (4, 14)))
 
 
+def test_an_entropy_bonus_takes_more_of_the_head():
+    architecture = counts.architecture(1, "qwen2.5-0.5b")
+    bonus, none = (counts.plan_of(architecture, gradient_checkpointing=True, entropy_coef=weight) for weight in (0.01, 0.0))
+    assert_foretells_passes(bonus, ((1, 3), (1, 18)))
+    assert bonus.update(3_000) > 2 * none.update(3_000)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("checkpointing", [True, False])
