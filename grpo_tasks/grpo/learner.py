@@ -44,7 +44,7 @@ class Learner:
     _halvings: int = field(init=False, default=0)
     """How often microbatches are halved, because larger ones did not fit into memory."""
     _reported_halvings: int = field(init=False, default=0)
-    """How many of these the figures of an update have told."""
+    """How many of these the figures of an update have reported."""
 
     def __post_init__(self) -> None:
         self.waits = Waits(self.ranks.accelerator.device)

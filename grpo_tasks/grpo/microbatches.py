@@ -87,8 +87,8 @@ class Microbatches:
         for number, rows in enumerate(self.rows):
             middle = (len(rows) + 1) // 2
             halves += [(number, start, end) for start, end in ((0, middle), (middle, len(rows))) if start < end]
-        rows = [self.rows[number][start:end] for number, start, end in halves]
-        parts = Microbatches(rows, self.build, self.num_idle, self.halvings + 1)
+        divided = [self.rows[number][start:end] for number, start, end in halves]
+        parts = Microbatches(divided, self.build, self.num_idle, self.halvings + 1)
         return parts, None if old_logps is None else [old_logps[number][start:end] for number, start, end in halves]
 
 

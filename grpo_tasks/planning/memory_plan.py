@@ -42,9 +42,10 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
-LOGIT_BYTES = 18.0
+LOGIT_BYTES, CHANGED_LOGIT_BYTES, NUCLEUS_BYTES = 18.0, 23.0, 43.0
 """Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, probabilities, and what
-torch's sum makes of these in float64 (rollout/decoding_loop.py)."""
+torch's sum makes of these in float64; with the copies that `top_k`, `min_p` or `repetition_penalty` make; and with those that
+`top_p` sorts (rollout/decoding_loop.py)."""
 KEPT_SHARE = 1 / 16
 """The local engine keeps what it samples with during an update where that is at most this share of the card. To capture its graph
 again takes a tenth of a second for each rollout; on a small card, passes that are smaller for it would take longer."""
@@ -142,7 +143,7 @@ class StagePlan:
         contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
         return [
             Item(f"keys and values of {rows} rows", (own + contexts) * token),
-            Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
+            Item("logits of a decoding step", _logit_bytes(self.rollout) * rows * config.vocab_size),
         ]
 
     @property
@@ -285,6 +286,13 @@ class StagePlan:
         folded = self.model.dtype == "float32"
         ranks = [layer.r[name] for layer in stack if isinstance(layer, LoraLinear) for name in layer.active_adapters]
         return (rows * width if folded or fused else 0) + (0 if folded else sum(ranks) * (rows + width))
+
+
+def _logit_bytes(rollout: RolloutConfig) -> float:
+    if rollout.top_p < 1.0:
+        return NUCLEUS_BYTES
+    changed = rollout.top_k or rollout.min_p or rollout.repetition_penalty != 1.0
+    return CHANGED_LOGIT_BYTES if changed else LOGIT_BYTES
 
 
 def _fused(policy: CausalLM) -> list[list[nn.Module]]:

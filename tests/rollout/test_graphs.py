@@ -104,6 +104,19 @@ def test_a_replayed_step_has_the_weights_of_the_last_sync(dtype, base_ref, token
     assert tapes.count == 1
 
 
+def test_no_graph_is_replayed_for_other_settings_of_sampling(tokenizer):
+    tapes = Tapes()
+    replayed, single = (engine_of("qwen2", tokenizer, GPU, capture=tapes) for _ in range(2))
+    single._graphs = Single(tapes)
+    # All with tensors of the same shapes.
+    every = [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}]
+    drawn = [sampling(max_completion_length=8, **settings) for settings in every]
+    drawn.insert(0, replace(drawn[0], temperature=0.0))
+    for each in drawn:
+        assert replayed.generate(REQUESTS, each) == single.generate(REQUESTS, each)
+    assert tapes.count == len(drawn)
+
+
 def test_later_rollouts_find_graphs_and_memory_where_they_were(tokenizer):
     tapes = Tapes()
     engine, places = engine_of("qwen2", tokenizer, GPU, capture=tapes), []
