@@ -85,16 +85,16 @@ def test_replayed_steps_draw_what_single_steps_draw_in_every_rollout(model, sett
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_replayed_step_has_the_weights_of_the_last_sync(dtype, base_ref, tokenizer):
     policy = trainable_policy(base_ref, ModelConfig(dtype=dtype), device=torch.device("cpu"), seed=1)
-    tapes = Tapes()
-    replayed, single = (LocalEngine(policy, tokenizer, capture=tapes) for _ in range(2))
-    single._graphs = Single(tapes)
-    drawn = []
+    tapes, drawn = Tapes(), []
+    replayed = LocalEngine(policy, tokenizer, capture=tapes)
     for _ in range(2):
         with torch.no_grad():
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.normal_(std=0.1)
-        for engine in (replayed, single):
+        fresh = LocalEngine(policy, tokenizer, capture=tapes)
+        fresh._graphs = Single(tapes)
+        for engine in (replayed, fresh):
             engine._buckets, engine._end_ids = GPU, frozenset()
             engine.sync()
             drawn.append(engine.generate(REQUESTS, sampling(max_completion_length=12)))
@@ -108,13 +108,17 @@ def test_no_graph_is_replayed_for_other_settings_of_sampling(tokenizer):
     tapes = Tapes()
     replayed, single = (engine_of("qwen2", tokenizer, GPU, capture=tapes) for _ in range(2))
     single._graphs = Single(tapes)
-    # All with tensors of the same shapes.
-    every = [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}]
-    drawn = [sampling(max_completion_length=8, **settings) for settings in every]
-    drawn.insert(0, replace(drawn[0], temperature=0.0))
-    for each in drawn:
+    # The tensors of each line have the same shapes.
+    every = [
+        *({}, {"temperature": 0.5}),
+        *({"top_k": 3}, {"top_k": 5}, {"top_k": 3, "top_p": 0.3}, {"top_k": 3, "min_p": 0.5}),
+        *({"repetition_penalty": 1.3}, {"repetition_penalty": 1.6}),
+    ]
+    settings = [sampling(max_completion_length=8, **each) for each in every]
+    settings.append(replace(settings[0], temperature=0.0))
+    for each in settings:
         assert replayed.generate(REQUESTS, each) == single.generate(REQUESTS, each)
-    assert tapes.count == len(drawn)
+    assert tapes.count == len(settings)
 
 
 def test_later_rollouts_find_graphs_and_memory_where_they_were(tokenizer):
