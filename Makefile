@@ -9,7 +9,7 @@ COVERED := tests/answers tests/evaluation tests/lab
 SHAPED := tests/attention tests/policy tests/rollout/test_local.py tests/grpo/test_equivalence.py tests/grpo/test_losses.py tests/grpo/test_trainer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage shapes ui docs lint types audit check bench bench-gpu count chaos vllm cover-promises size clean
+.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage shapes ui docs lint types audit check bench bench-real bench-gpu count chaos vllm cover-promises size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -43,6 +43,8 @@ class Learner:
     _trained: list[torch.nn.Parameter] = field(init=False)
     _halvings: int = field(init=False, default=0)
     """How often microbatches are halved, because larger ones did not fit into memory."""
+    _reported_halvings: int = field(init=False, default=0)
+    """How many of these the figures of an update have reported."""
 
     def __post_init__(self) -> None:
         self.waits = Waits(self.ranks.accelerator.device)
@@ -70,7 +72,7 @@ class Learner:
         `NotFiniteError` where loss or gradient is not finite: no weight was moved. `TrainingError` where the completions come
         from another policy, and where not even the pass of a single completion fits into memory.
         """
-        rate, halvings = float(self.optimizer.param_groups[0]["lr"]), self._halvings
+        rate = float(self.optimizer.param_groups[0]["lr"])
         if not self.model.training:
             self.model.train()
         # None instead of zeros: the first backward pass then writes the gradient instead of adding to it.
@@ -87,7 +89,7 @@ class Learner:
 
         found = self._in_memory(gradient, microbatches, old_logps)
         figures = UpdateFigures(out_of_memory=found) if isinstance(found, str) else found
-        figures.halvings = self._halvings - halvings
+        figures.halvings, self._reported_halvings = self._halvings - self._reported_halvings, self._halvings
         with self.waits.for_numbers():
             figures.read()
         # Before the step: every rank has to decide by the same figures whether to make it.
@@ -111,6 +113,15 @@ class Learner:
         """log-probabilities under the present policy, without gradients."""
         return self.policies.scores(microbatch.tokens).logps
 
+    def with_old_logps(self, microbatches: Microbatches) -> tuple[Microbatches, OldLogps]:
+        """An update with `old_logps`; in smaller microbatches where the given ones do not fit into memory."""
+
+        def scored(parts: Microbatches, _: OldLogps) -> tuple[Microbatches, OldLogps]:
+            return parts, [self.old_logps(microbatch) for microbatch in parts]
+
+        found = self._in_memory(scored, microbatches)
+        return self._refuse_memory(found) if isinstance(found, str) else found
+
     def slow_down(self, factor: float) -> None:
         """Multiply the learning rate of all further updates."""
         self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
@@ -129,7 +140,7 @@ class Learner:
         sharded weights: all ranks gather them at once, and the others would wait for the passes of this one.
         """
         parts, old = microbatches, old_logps
-        for _ in range(self._halvings):
+        while parts.halvings < self._halvings:
             parts, old = parts.halved(old)
         while True:
             try:
@@ -151,7 +162,7 @@ class Learner:
             if not parts.divisible:
                 return message
             parts, old = parts.halved(old)
-            self._halvings += 1
+            self._halvings = parts.halvings
 
     def _accumulate(
         self,

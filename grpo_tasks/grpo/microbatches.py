@@ -63,6 +63,8 @@ class Microbatches:
     build: Callable[[Sequence[int]], Microbatch]
     num_idle: int = 0
     """How many at the end only keep step with other ranks."""
+    halvings: int = 0
+    """How often they were halved."""
     _built: dict[int, Microbatch] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
@@ -85,7 +87,8 @@ class Microbatches:
         for number, rows in enumerate(self.rows):
             middle = (len(rows) + 1) // 2
             halves += [(number, start, end) for start, end in ((0, middle), (middle, len(rows))) if start < end]
-        parts = Microbatches([self.rows[number][start:end] for number, start, end in halves], self.build, self.num_idle)
+        divided = [self.rows[number][start:end] for number, start, end in halves]
+        parts = Microbatches(divided, self.build, self.num_idle, self.halvings + 1)
         return parts, None if old_logps is None else [old_logps[number][start:end] for number, start, end in halves]
 
 

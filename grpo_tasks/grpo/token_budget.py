@@ -164,7 +164,10 @@ def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float |
             parameter.grad = torch.zeros_like(parameter)
         standing = memory.begin()
         entropies = policies.spec.stage.entropy_coef > 0
-        policies.ranks.accelerator.backward(policies.scores(batch, entropy_gradients=entropies).logps.sum())
+        scores = policies.scores(batch, entropy_gradients=entropies)
+        # With gradients, the entropies have to be in the loss: the head computes its chunks again, and what no gradient passes
+        # through would be kept up to the end.
+        policies.ranks.accelerator.backward((scores.logps + scores.entropies if entropies else scores.logps).sum())
         return memory.peak() - standing
     except torch.OutOfMemoryError:
         return None

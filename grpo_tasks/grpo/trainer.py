@@ -209,7 +209,7 @@ class Trainer:
         # Several updates need the log-probabilities of now.
         if stage.kind != "grpo" or stage.updates_per_rollout == 1:
             return [(microbatches, None) for microbatches in updates]
-        return [(microbatches, [self.learner.old_logps(each) for each in microbatches]) for microbatches in updates]
+        return [self.learner.with_old_logps(microbatches) for microbatches in updates]
 
     def _update(self, update: Update) -> tuple[dict[str, float], NotFiniteError | None]:
         """One optimizer step: its figures, or the fault because of which no weight was moved."""

@@ -43,9 +43,10 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
-LOGIT_BYTES = 18.0
+LOGIT_BYTES, CHANGED_LOGIT_BYTES, NUCLEUS_BYTES = 18.0, 23.0, 43.0
 """Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, probabilities, and what
-torch's sum makes of these in float64 (rollout/decoding_loop.py)."""
+torch's sum makes of these in float64; with the copies that `top_k`, `min_p` or `repetition_penalty` make; and with those that
+`top_p` sorts (rollout/decoding_loop.py)."""
 KEPT_SHARE = 1 / 16
 """The local engine keeps what it samples with during an update where that is at most this share of the card. To capture its graph
 again takes a tenth of a second for each rollout; on a small card, passes that are smaller for it would take longer."""
@@ -168,7 +169,7 @@ class StagePlan:
         contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
         return [
             Item(f"keys and values of {rows} rows", (own + contexts) * token),
-            Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
+            Item("logits of a decoding step", _logit_bytes(self.rollout) * rows * config.vocab_size),
         ]
 
     @property
@@ -235,15 +236,20 @@ class StagePlan:
         length, prompt = self.rollout.max_completion_length, self.prompt_length
         # Very long completions are counted in smaller groups.
         size = min(self.stage.num_generations, max(1, COUNTED_TOKENS // length))
+        entropies = self.stage.entropy_coef > 0
         # Stages of a run differ in other things, and counting takes seconds.
-        key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length
+        key = self.architecture.to_json_string(), self.model.model_dump_json(), prompt, size, length, entropies
         if key not in _PEAKS:
+
+            def counted(groups: Groups) -> PassCounts:
+                return count_pass(self._policy, groups, entropy_gradients=entropies)
+
             prompts = max(1, COUNTED_TOKENS // (prompt + size * length))
-            one, two = (count_pass(self._policy, Groups.equal(times * prompts, prompt, size, length)) for times in (1, 2))
+            one, two = (counted(Groups.equal(times * prompts, prompt, size, length)) for times in (1, 2))
             head = [Line.through((one.tokens, one.head), (two.tokens, two.head))]
             rows = chunk_rows(OwnHead(self._policy).out_features, META)
             if 1 < length < rows:
-                alone = count_pass(self._policy, Groups.equal(1, prompt, 1, length))
+                alone = counted(Groups.equal(1, prompt, 1, length))
                 # A chunk is full with so many tokens of one prompt. The last token of a completion predicts nothing.
                 full = prompt + rows * (length - 1) / length
                 head.append(Line.through((alone.tokens, alone.head), (full, head[0].at(full))))
@@ -312,6 +318,13 @@ class StagePlan:
         folded = self.model.dtype == "float32"
         ranks = [layer.r[name] for layer in stack if isinstance(layer, LoraLinear) for name in layer.active_adapters]
         return (rows * width if folded or fused else 0) + (0 if folded else sum(ranks) * (rows + width))
+
+
+def _logit_bytes(rollout: RolloutConfig) -> float:
+    if rollout.top_p < 1.0:
+        return NUCLEUS_BYTES
+    changed = rollout.top_k or rollout.min_p or rollout.repetition_penalty != 1.0
+    return CHANGED_LOGIT_BYTES if changed else LOGIT_BYTES
 
 
 def _fused(policy: CausalLM) -> list[list[nn.Module]]:
@@ -414,8 +427,11 @@ def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM
         return new_policy(base.requires_grad_(False), config).train()
 
 
-def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
-    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device."""
+def count_pass(policy: CausalLM, groups: Groups, *, entropy_gradients: bool = False) -> PassCounts:
+    """Run a pass on the meta device, with the kernels of CUDA; RuntimeError where the code waits for a number of the device.
+
+    With `entropy_gradients` the entropies have gradients too, as in a stage with an entropy bonus.
+    """
     lengths = [length for group in groups.completions for length in group]
     # Different from the first token on: completions that begin alike would have less to compute.
     completions = [[index] * length for index, length in enumerate(lengths)]
@@ -444,9 +460,9 @@ def count_pass(policy: CausalLM, groups: Groups) -> PassCounts:
     ]
     try:
         with cuda_kernels() as calls, LiveMemory() as memory:
-            logps = completion_logprobs(policy, batch, temperature=1.0).logps
+            scores = completion_logprobs(policy, batch, temperature=1.0, entropy_gradients=entropy_gradients)
             saved = memory.now
-            logps.sum().backward()
+            (scores.logps + scores.entropies if entropy_gradients else scores.logps).sum().backward()
             ends(layers)
     finally:
         for watch in watches:

@@ -98,11 +98,13 @@ def count(layers: int, groups: Groups = EVEN, *, shape: str = "qwen2.5-1.5b", ra
     return count_pass(meta_policy(architecture(layers, shape), config), groups)
 
 
-def plan_of(architecture: Qwen2Config, *, resources: ResourcesConfig | None = None, **model: Any) -> StagePlan:
+def plan_of(
+    architecture: Qwen2Config, *, resources: ResourcesConfig | None = None, entropy_coef: float = 0.0, **model: Any
+) -> StagePlan:
     """The plan of a stage with 16 completions of 1,024 tokens to each prompt of 512, and an adapter of rank 32, bfloat16."""
     config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": 32, "lora_alpha": 64}} | model)
     sizes = {"num_generations": 16, "per_device_train_batch_size": 16, "max_tokens_per_microbatch": "auto"}
-    stage = StageConfig(name="s", rewards=["format"], **sizes)
+    stage = StageConfig(name="s", rewards=["format"], entropy_coef=entropy_coef, **sizes)
     rollout = RolloutConfig(max_completion_length=1024)
     return StagePlan(config, rollout, stage, resources or ResourcesConfig(), architecture, PROMPT, 80 * GIB)
 
@@ -110,7 +112,9 @@ def plan_of(architecture: Qwen2Config, *, resources: ResourcesConfig | None = No
 def plan_errors(plan: StagePlan, sizes: Sequence[tuple[int, int]] = SIZES) -> list[float]:
     """Planned bytes / counted bytes - 1 of passes with so many groups and completions in each."""
     length, policy = plan.rollout.max_completion_length, meta_policy(plan.architecture, plan.model)
-    passes = [count_pass(policy, Groups.equal(groups, plan.prompt_length, size, length)) for groups, size in sizes]
+    bonus = plan.stage.entropy_coef > 0
+    each = [Groups.equal(groups, plan.prompt_length, size, length) for groups, size in sizes]
+    passes = [count_pass(policy, groups, entropy_gradients=bonus) for groups in each]
     return [plan.update(found.tokens) / found.peak - 1 for found in passes]
 
 

@@ -1,4 +1,6 @@
-"""`make bench-real MODEL=DIR`: what a real language model costs on this machine's CPU; ratios on the screen and in .bench/real.json.
+"""`make bench-real MODEL=DIR`: what a real language model costs on this machine's CPU.
+
+The ratios go to the screen and to .bench/real.json.
 
 Two questions. How near is an update, and a decoding step, to what the same cores can multiply? And how fast and how large is an
 update beside TRL's, with the same weights, prompts, lengths, dtype and threads?
@@ -47,7 +49,8 @@ def weights(folder: str) -> tuple[int, int]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     head = model.get_output_embeddings()
-    return sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear) and part is not head), head.weight.numel()
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    return sum(part.weight.numel() for part in layers), head.weight.numel()
 
 
 def shares(work: Work) -> list[Line]:
@@ -75,11 +78,11 @@ def beside_trl(work: Work) -> list[Line]:
     """Duration and resident memory of an update of each side."""
     ours, theirs = best([("ours", work), ("theirs", work)])
     what = f"{work.completions} x {work.completion_tokens} tokens to prompts of {work.prompt_tokens}, {work.dtype}"
+    name, memory = f"{work.prompt_tokens}, {work.dtype}", [side["peak_bytes"] / 2**30 for side in (ours, theirs)]
     promised = PROMISED[f"update, {work.prompt_tokens}"]
-    memory = [side["peak_bytes"] / 2**30 for side in (ours, theirs)]
     return [
-        Line(f"update, {work.prompt_tokens}, {work.dtype}", f"update, {what}", "s", ours["step_s"], theirs["step_s"], False, promised),
-        Line(f"memory, {work.prompt_tokens}, {work.dtype}", f"peak resident memory, {what}", "GiB", *memory, False, PROMISED["memory"]),
+        Line(f"update, {name}", f"update, {what}", "s", ours["step_s"], theirs["step_s"], promised=promised),
+        Line(f"memory, {name}", f"peak resident memory, {what}", "GiB", *memory, promised=PROMISED["memory"]),
     ]
 
 
@@ -87,7 +90,7 @@ def main() -> None:
     """Measure, print and write."""
     folder, began = sys.argv[1], time.monotonic()
     if not (Path(folder) / "config.json").is_file():
-        raise SystemExit(f"{folder} is no model; fix: make bench-real MODEL=DIR, DIR with config.json, safetensors and a tokenizer")
+        raise SystemExit(f"{folder} is no model; fix: MODEL=DIR, a folder with config.json, safetensors and a tokenizer")
     lines = [line for dtype in ("float32", "bfloat16") for line in shares(replace(SHORT, model=folder, dtype=dtype))]
     if "--share" not in sys.argv:
         for work in (SHORT, LONG):

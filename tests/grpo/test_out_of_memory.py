@@ -119,6 +119,22 @@ def test_every_kind_of_update_is_computed_again_in_smaller_passes(stages, settin
     assert_near(*gradients)
 
 
+def test_log_probabilities_before_several_updates_are_computed_in_passes_that_fit(stages):
+    gradients = []
+    for name, share in (("whole", 1.0), ("halves", 0.8)):
+        trainer = trainer_of(stages, name, num_iterations=2)
+        tried = fill_above(trainer, share)
+        with trainer.suite:
+            [(microbatches, old)] = trainer._microbatches(trainer._collect())
+        assert len(microbatches) == len(old) == 1 + (share < 1)
+        figures = [trainer.learner.update(microbatches, old) for _ in range(2)]
+        # The update tells of it, though its own passes fit.
+        assert [each.halvings for each in figures] == [int(share < 1), 0]
+        assert tried[share < 1 :] == sizes(microbatches) * 3
+        gradients.append(gradient(trainer))
+    assert_near(*gradients)
+
+
 @pytest.mark.slow
 def test_training_continues_after_one_event(stages):
     lines = []

@@ -202,6 +202,22 @@ def test_a_card_that_others_fill_is_named_with_both_numbers(stages, reported_mem
     assert "nvidia-smi" in caught.value.fix
 
 
+def test_the_tried_pass_has_every_gradient_of_an_entropy_bonus(stages, reported_memory, monkeypatch):
+    found, scores = [], Policies.scores
+
+    def watched(policies, batch, **options):
+        found.append(scores(policies, batch, **options))
+        if options.get("entropy_gradients"):
+            found[-1].entropies.retain_grad()
+        return found[-1]
+
+    monkeypatch.setattr(Policies, "scores", watched)
+    measured(stages, reported_memory(20_000), entropy_coef=0.01)
+    # The first one finds the layout.
+    assert len(found) == 2
+    assert found[-1].entropies.grad.any()
+
+
 def test_only_what_the_allocator_can_give_back_counts_as_free(monkeypatch):
     card = {"free": 3, "allocated": 5, "cached": 7, "in pools of graphs": 2, "others": 11}
 

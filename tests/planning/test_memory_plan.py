@@ -169,6 +169,13 @@ def test_a_pass_with_less_than_a_chunk_of_logits_is_planned(model):
             assert room.fitting_tokens == pytest.approx(tokens, abs=1)
 
 
+def test_an_entropy_bonus_takes_more_of_the_head():
+    architecture = counts.architecture(1, "qwen2.5-0.5b")
+    bonus, none = (counts.plan_of(architecture, gradient_checkpointing=True, entropy_coef=weight) for weight in (0.01, 0.0))
+    assert_foretells_passes(bonus, ((1, 3), (1, 18)))
+    assert bonus.update(3_000) > 2 * none.update(3_000)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -283,19 +290,35 @@ def test_full_fine_tuning_is_planned_to_sample_in_float32():
     assert full[1] == planned("model.dtype=float32")[1] != planned("model.dtype=bfloat16")[1]
 
 
-def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers):
+class Converted(LiveMemory):
+    """Counts as well what torch converts before it sums in float64."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = super().__torch_dispatch__(function, types, args, kwargs)
+        if function._schema.name == "aten::sum" and made.dtype == torch.float64:
+            self.peak = max(self.peak, self.now + 8 * args[0].numel())
+        return made
+
+
+CHANGED = {"top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("settings", [{}, CHANGED, CHANGED | {"top_p": 0.9}], ids=str)
+def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers, settings):
     path, model = five_layers
-    (cached, _), (_, logits) = planned(path)[1].items()
-    rows = int(cached.split()[-2])
-    # The triangles of ones, which are kept.
-    sample_tokens(
-        torch.empty(1, model.config.vocab_size, device="meta"), torch.empty(1, device="meta"), Sampling.of(RolloutConfig())
-    )
-    with LiveMemory() as memory:
-        given = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="meta")
-        sample_tokens(given, torch.empty(rows, dtype=torch.float64, device="meta"), Sampling.of(RolloutConfig()))
-    # The sum of the blocks is float64, and torch converts what it adds: logits in 16 and 32 bits and probabilities live then.
-    assert 0.85 * logits < memory.peak + 8 * given.numel() <= 1.01 * logits
+    (cached, _), (_, logits) = planned(path, *(f"rollout.{name}={value}" for name, value in settings.items()))[1].items()
+    rows, sampling = int(cached.split()[-2]), Sampling.of(RolloutConfig(**settings))
+
+    def draw(count):
+        given = torch.empty(count, model.config.vocab_size, dtype=torch.bfloat16, device="meta")
+        seen = torch.empty(count, model.config.vocab_size, dtype=torch.bool, device="meta") if settings else None
+        uniform = torch.empty(count, dtype=torch.float64, device="meta")
+        sample_tokens(given, uniform, sampling, seen)
+
+    draw(1)  # makes the triangles of ones, which are kept
+    with Converted() as memory:
+        draw(rows)
+    assert 0.85 * logits < memory.peak <= 1.01 * logits
 
 
 @pytest.mark.parametrize("length", [20, 65, 200])

@@ -9,9 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.rollout import graphs
 from grpo_tasks.rollout.engine import Request
 from grpo_tasks.rollout.graphs import EAGER_STEPS, CudaCapture, Graphs
+from grpo_tasks.rollout.local import LocalEngine
+from schemas.config.model import ModelConfig
 from tests.benchmarks.count_decode import GPU
 from tests.benchmarks.tapes import Tapes
 from tests.rollout.test_decoding_loop import REQUESTS, engine_of, sampling
@@ -77,6 +80,45 @@ def test_replayed_steps_draw_what_single_steps_draw_in_every_rollout(model, sett
         counts.append(tapes.count)
     # A model whose steps do not repeat is never captured; the others change their shape several times, and not for ever.
     assert counts == [0] * 3 if model == "llama-dynamic" else 3 <= counts[0] <= counts[-1] < 3 * counts[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replayed_step_has_the_weights_of_the_last_sync(dtype, base_ref, tokenizer):
+    policy = trainable_policy(base_ref, ModelConfig(dtype=dtype), device=torch.device("cpu"), seed=1)
+    tapes, drawn = Tapes(), []
+    replayed = LocalEngine(policy, tokenizer, capture=tapes)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.1)
+        fresh = LocalEngine(policy, tokenizer, capture=tapes)
+        fresh._graphs = Single(tapes)
+        for engine in (replayed, fresh):
+            engine._buckets, engine._end_ids = GPU, frozenset()
+            engine.sync()
+            drawn.append(engine.generate(REQUESTS, sampling(max_completion_length=12)))
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3] != drawn[0]
+    # The second rollout has replayed the graph of the first one.
+    assert tapes.count == 1
+
+
+def test_no_graph_is_replayed_for_other_settings_of_sampling(tokenizer):
+    tapes = Tapes()
+    replayed, single = (engine_of("qwen2", tokenizer, GPU, capture=tapes) for _ in range(2))
+    single._graphs = Single(tapes)
+    # The tensors of each line have the same shapes.
+    every = [
+        *({}, {"temperature": 0.5}),
+        *({"top_k": 3}, {"top_k": 5}, {"top_k": 3, "top_p": 0.3}, {"top_k": 3, "min_p": 0.5}),
+        *({"repetition_penalty": 1.3}, {"repetition_penalty": 1.6}),
+    ]
+    settings = [sampling(max_completion_length=8, **each) for each in every]
+    settings.append(replace(settings[0], temperature=0.0))
+    for each in settings:
+        assert replayed.generate(REQUESTS, each) == single.generate(REQUESTS, each)
+    assert tapes.count == len(settings)
 
 
 def test_later_rollouts_find_graphs_and_memory_where_they_were(tokenizer):

@@ -96,6 +96,24 @@ def test_a_damaged_or_incomplete_checkpoint_is_skipped_for_the_one_before(tmp_pa
     assert again.counters.step == 2
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_updates_and_roll_backs_leave_the_weights_at_their_addresses(stage, lora):
+    # CUDA graphs of the local engine read these addresses, or those of a copy that is written in place.
+    checkpoints = stage(lora)
+    model, optimizer = checkpoints.state.model, checkpoints.state.optimizer
+
+    def addresses():
+        return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+    before, given = addresses(), [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for _ in range(2):
+        update(checkpoints)
+    checkpoints.roll_back(to=1)
+    update(checkpoints)
+    assert addresses() == before
+    assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == given
+
+
 def test_a_roll_back_deletes_the_checkpoints_after_it(tmp_path, stage):
     checkpoints = stage()
     for step in (1, 2, 3):
