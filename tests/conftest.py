@@ -45,7 +45,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """Folder of SmolLM2-135M-Instruct: GRPO_REAL_MODEL, or made once by ../shared/models/smollm2.py. Its tests are marked `real`."""
+    """Folder of SmolLM2-135M-Instruct: GRPO_REAL_MODEL, or made once by ../shared/models/smollm2.py, for tests marked `real`."""
     from grpo_tasks.kit.files import replacing
     from grpo_tasks.kit.lock import file_lock
 
