@@ -1,5 +1,7 @@
 """Evaluations that stop early: what their intervals still cover, and that promotions use common prompts and are no easier."""
 
+import warnings
+
 import numpy as np
 import polars as pl
 import pytest
@@ -9,11 +11,15 @@ from flows.steps import guard_inputs
 from grpo_tasks.evaluation.guards import find_merge_loss, find_regressions
 from grpo_tasks.evaluation.report import LEAST_PROMPTS, evaluate_samples, widest_half
 from grpo_tasks.evaluation.statistics import compare, paired_test, promotion_test
+from grpo_tasks.library import base_model, evaluate, load_data, make
 from grpo_tasks.rollout.parts import stopping_places
+from grpo_tasks.rollout.spec import chosen_rows
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.load import load_config
-from schemas.errors import DataError
+from schemas.errors import DataError, Notice
+from schemas.prompts import GREEDY
 from schemas.results.data import PromptsUsed
 from schemas.results.evaluation import evaluation_section
 from schemas.results.model import ModelRef
@@ -159,3 +165,28 @@ def test_the_guards_of_a_promotion_use_all_their_prompts():
     [(given, *_)] = guard_inputs(config, "base", ModelRef(path="embedded:base"), [None])
     assert (config.evaluation.max_half_width, config.evaluation.max_minutes) == (0.05, 3.0)
     assert (given.evaluation.max_half_width, given.evaluation.max_minutes) == (None, None)
+
+
+@pytest.mark.long
+def test_steps_sample_no_more_than_they_need_and_say_so(tmp_path):
+    """The lab's forecast and the evaluation of the embedded model, whose intervals are narrow after the first part."""
+    settings = ["data.train.0.max_rows=60", "data.eval.0.max_rows=60", "evaluation.num_samples=1", "evaluation.greedy=true"]
+    limits = ["evaluation.max_half_width=0.3", "lab.max_half_width=0.45", "lab.num_rows=2", "stages.0.num_generations=2"]
+    config = load_config("demo", [*settings, *limits, "rollout.max_completion_length=24", "resources.num_threads=1"])
+    data = load_data(config, tmp_path / "data")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", Notice)
+        report = evaluate(config, base_model(config), data, tmp_path / "evaluation")
+        lab = make(probe_rewards, tmp_path / "lab", config, base_model(config), data)
+    assert [str(one.message).partition(":")[0] for one in said if "prompts were sampled" in str(one.message)] == [
+        "32 of 60 prompts were sampled",
+        "8 of 16 prompts were sampled",
+    ]
+    assert (report.prompts, report.prompts_used.stopped, report.prompts_used.looks) == (32, "interval", 2)
+    samples = pl.read_parquet(report.samples)
+    asked = [row.prompt_id for row in chosen_rows(data.eval, None)][:32]
+    assert samples["prompt_id"].to_list() == asked + asked
+    assert samples["sample"].to_list() == [0] * 32 + [GREEDY] * 32
+    assert (lab.prompts_used.used, lab.prompts_used.section, lab.forecasts[0].groups) == (8, "lab", 8)
+    assert "8 of 16 prompts were sampled" in (lab.directory / "report.md").read_text()
+    assert not list(tmp_path.glob("*/parts"))
