@@ -3,8 +3,8 @@
     prompts, sorted by id  ->  an eighth | an eighth | a quarter | a half  ->  after each part: interval, time  ->  stop or go on
 
 The order is fixed, so of two models that stop at different places one has a part of the other's prompts, and they are compared on
-these. The rule looks at the width of an interval, never at a comparison of models, and at three fixed places at most: where such
-a rule stops an interval covers less than its level says (Chow and Robbins 1965, doi:10.1214/aoms/1177700156; 91 % at the worst
+these. The rule reads the width of an interval, never a comparison of models, and in three fixed places at most. Where such a
+rule stops an interval covers less than its level says (Chow and Robbins 1965, doi:10.1214/aoms/1177700156; 91 % at the worst
 instead of 95, by simulation in tests/evaluation), and less with each further look. A width also says something about the values:
 the test of a promotion has its level divided by the number of places (`promotion_test` in evaluation/statistics.py).
 

@@ -83,7 +83,7 @@ def test_different_prompts_that_no_early_stop_explains_are_refused(evaluated):
         compare(ours, base, metric="accuracy", alpha=0.05)
 
 
-def test_the_level_of_a_promotion_is_divided_by_the_places_where_sampling_can_stop(evaluated):
+def test_the_level_of_a_promotion_is_divided_by_the_stopping_places(evaluated):
     """Five wins and no loss have p = 1/32, which is below 0.05 and above 0.025."""
     base, ours = evaluated("0" * 5 + "1" * 27, "base"), evaluated("1" * 32)
     test = promotion_test(ours, base, metric="accuracy", alpha=0.05)

@@ -239,7 +239,7 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
     assert failed(findings) == set()
 
 
-def test_the_signal_of_a_part_is_that_of_the_forecast_and_unknown_where_a_function_fails(run_config, own_module, rows):
+def test_the_signal_of_a_part_is_unknown_where_a_function_fails(run_config, own_module, rows):
     samples = [group(rows[0], HONEST.replace("42", "41"), "no"), group(rows[1], "no", "neither"), group(rows[2], "", "")]
     drawn = [(one.prompt_id, text, [1]) for one in samples for text in one.completions]
     table = pl.DataFrame(drawn, schema=["prompt_id", "completion", "token_ids"], orient="row")

@@ -171,7 +171,7 @@ def test_a_run_of_less_than_an_hour_names_no_savings():
     assert not estimate(config_of(), costing(load_s=1.0), ROWS).savings
 
 
-def test_a_limit_of_minutes_shortens_the_lab_and_evaluations_but_not_those_of_guards():
+def test_a_time_limit_shortens_lab_and_evaluations_but_not_those_of_guards():
     def seconds(*settings):
         config = config_of("lab.num_prompts=64", "evaluation.max_prompts=null", *settings)
         found = estimate(config, costing(decode_s=20.0), ROWS)

@@ -130,7 +130,7 @@ def test_both_limits_hold(sampled):
 
 
 @pytest.mark.parametrize("killed_at", [2, 3])
-def test_a_killed_step_goes_on_with_its_parts_and_decides_as_before(sampled, killed_at):
+def test_a_killed_step_continues_with_its_parts_and_decides_as_before(sampled, killed_at):
     """Even on a machine that has become ten times slower."""
     widths, limits = {32: 0.2, 64: 0.1}, {"max_half_width": 0.06, "max_minutes": 1.5}
     wanted = sampled(Sampler(), widths, key="never killed", **limits)

@@ -111,7 +111,7 @@ def test_a_dead_process_is_tried_again_as_the_step_says(call, run):
     assert CALLS == [99, 99, 98, 98]
 
 
-def test_what_an_unfinished_step_keeps_is_there_when_it_runs_again_but_not_afresh(run, monkeypatch):
+def test_what_an_unfinished_step_keeps_is_there_again_but_not_afresh(run, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
     seen = []
 
