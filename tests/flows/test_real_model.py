@@ -28,7 +28,7 @@ def config_of(model):
     }
 
 
-def test_a_real_model_goes_through_the_chain_and_a_kill_changes_no_byte(real_model, tmp_path_factory, prefect_api):
+def test_a_real_model_goes_through_the_chain_and_survives_a_kill(real_model, tmp_path_factory, prefect_api):
     whole, killed = (Place(tmp_path_factory.mktemp(name), prefect_api) for name in ("whole", "killed"))
     for place in (whole, killed):
         place.write("small.yaml", yaml.safe_dump(config_of(real_model)))
