@@ -152,7 +152,9 @@ def guard_inputs(
     config: RunConfig, label: str, ref: ModelRef, data: Sequence[GuardData]
 ) -> list[tuple[RunConfig, str, ModelRef, DataReport, Scoring | None]]:
     """What the step that evaluates a model is given, for each guard."""
-    config = config.evaluated()
+    # A guard that saw fewer prompts would find a loss less often, and let more models pass.
+    every = config.evaluation.model_copy(update={"max_half_width": None, "max_minutes": None})
+    config = config.evaluated().model_copy(update={"evaluation": every})
     if not config.interaction.tools:
         # An environment begins with rows of its own kind, which the prompts of a guard are not.
         config = config.model_copy(update={"interaction": InteractionConfig()})

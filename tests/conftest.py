@@ -1,6 +1,9 @@
 """Real things shared by the session: the embedded model, its tokenizer, and the real data sets where they exist."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_DATA = REPOSITORY.parent / "shared" / "data"
+MODEL_SCRIPT = REPOSITORY.parent / "shared" / "models" / "smollm2.py"
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +41,24 @@ def real_data() -> Path:
     if not REAL_DATA.is_dir():
         pytest.skip("the real data sets (../shared/data) are not on this machine")
     return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct: GRPO_REAL_MODEL, or made once by ../shared/models/smollm2.py, for tests marked `real`."""
+    from grpo_tasks.kit.files import replacing
+    from grpo_tasks.kit.lock import file_lock
+
+    folder = Path(os.environ.get("GRPO_REAL_MODEL") or Path(tempfile.gettempdir()) / "smollm2")
+    if (folder / "config.json").is_file():
+        return folder
+    if "GRPO_REAL_MODEL" in os.environ or not MODEL_SCRIPT.is_file():
+        pytest.skip(f"{folder} holds no model; GRPO_REAL_MODEL names a folder, ../shared/models/smollm2.py makes one")
+    with file_lock(folder.with_name(f".{folder.name}.lock")):
+        if not (folder / "config.json").is_file():
+            with replacing(folder) as unfinished:
+                subprocess.run([sys.executable, MODEL_SCRIPT, unfinished], check=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,10 @@ from grpo_tasks.cluster.placement import Demand, Reservation
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.kit.progress import Count
 from grpo_tasks.processes.child import SPEC, run_child
+from grpo_tasks.rollout.parts import joined
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, chosen_rows
 from schemas.config.operations import ClusterConfig
 from schemas.errors import ClusterError
-from schemas.prompts import GREEDY
 
 POLL_S = 0.1
 PROMPTS = f"{INPUTS}/prompts.parquet"
@@ -62,13 +62,6 @@ def shards(spec: SampleSpec, most: int) -> list[list[str]]:
     ids = [row.prompt_id for row in chosen_rows(spec.prompts, spec.max_prompts, spec.only)]
     count = max(1, min(most, len(ids)))
     return [ids[len(ids) * index // count : len(ids) * (index + 1) // count] for index in range(count)]
-
-
-def joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """The tables of all shards, in order, as the table of one process: sampled completions first, then greedy ones."""
-    # One chunk, so that the file has the same row groups too.
-    whole = pl.concat(tables)
-    return pl.concat([whole.filter(pl.col("sample") != GREEDY), whole.filter(pl.col("sample") == GREEDY)], rechunk=True)
 
 
 @dataclass(slots=True)

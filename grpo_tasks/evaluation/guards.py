@@ -4,11 +4,11 @@ Guards are further held-out prompts on which a new model must not get worse. A `
 or length, or what the merge lost by a paired test.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import polars as pl
 
-from grpo_tasks.evaluation.statistics import compare, paired_test
+from grpo_tasks.evaluation.statistics import common_means, compare, paired_test
 from schemas.config.data import DataConfig
 from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, EvaluationConfig, PromotionConfig, PromotionGuard
 from schemas.config.rewards import RewardConfig
@@ -142,20 +142,21 @@ def _worst(both: pl.DataFrame, left: pl.DataFrame, right: pl.DataFrame, question
 
 
 def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:
-    """All checks with their values, passed or not; `theirs` is the champion, or the base model if there is no champion."""
-    checks = [_check(TRUNCATED_RATE, ours, theirs, limit=_value(theirs, TRUNCATED_RATE) + promotion.max_truncation_growth)]
+    """All checks with their values over the common prompts, passed or not; `theirs` is the champion, or the base model if there
+    is no champion."""
+    rise, growth = promotion.max_truncation_growth, promotion.max_length_growth
+    checks = [_check(TRUNCATED_RATE, ours, theirs, limit=lambda before: before + rise)]
     # Free text has no format.
     if FORMAT_RATE in ours.metrics and FORMAT_RATE in theirs.metrics:
-        checks.insert(0, _check(FORMAT_RATE, ours, theirs, limit=_value(theirs, FORMAT_RATE) - promotion.max_format_drop))
+        checks.insert(0, _check(FORMAT_RATE, ours, theirs, limit=lambda before: before - promotion.max_format_drop))
     if theirs.label == "champion":
-        longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
-        checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))
+        checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=lambda before: before * (1 + growth)))
     return checks
 
 
 def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
     """ModelError before any training where a limit cut off too many of the base model's completions: nothing ends them."""
-    share = _value(base, TRUNCATED_RATE)
+    share = base.metrics[TRUNCATED_RATE].value
     if share <= evaluation.max_truncated:
         return
     limit = rollout.max_completion_length
@@ -175,11 +176,11 @@ def find_merge_loss(merged: EvalReport, policy: EvalReport, metric: str) -> Regr
     confidence of 0.95). So it stops at most this share of correct merges, and in fact fewer.
     """
     test = compare(policy, merged, metric=metric, alpha=(1.0 - merged.confidence) / 2)
-    theirs = _value(policy, metric)
+    ours, theirs = common_means(merged, policy, metric)
     return Regression(
         metric=metric,
         against=policy.label,
-        ours=_value(merged, metric),
+        ours=ours,
         theirs=theirs,
         limit=theirs,
         passed=not test.better,
@@ -187,11 +188,8 @@ def find_merge_loss(merged: EvalReport, policy: EvalReport, metric: str) -> Regr
     )
 
 
-def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: float) -> Regression:
-    value = _value(ours, metric)
-    passed = value >= limit if metric == FORMAT_RATE else value <= limit
-    return Regression(metric=metric, against=theirs.label, ours=value, theirs=_value(theirs, metric), limit=limit, passed=passed)
-
-
-def _value(report: EvalReport, metric: str) -> float:
-    return report.metrics[metric].value
+def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: Callable[[float], float]) -> Regression:
+    value, before = common_means(ours, theirs, metric)
+    bound = limit(before)
+    passed = value >= bound if metric == FORMAT_RATE else value <= bound
+    return Regression(metric=metric, against=theirs.label, ours=value, theirs=before, limit=bound, passed=passed)

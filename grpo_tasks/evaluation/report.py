@@ -22,6 +22,7 @@ from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.errors import DataError
 from schemas.prompts import GREEDY, PromptRow
+from schemas.results.data import PromptsUsed
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
@@ -35,6 +36,10 @@ SAMPLED = (
     metric.COMPLETION_LENGTH,
 )
 ONE_GREEDY = (metric.GREEDY_ACCURACY, metric.GREEDY_FORMAT_RATE, metric.GREEDY_LENIENT_ACCURACY, metric.GREEDY_REWARD)
+KNOWN_WELL = (metric.ACCURACY, metric.LENIENT_ACCURACY, metric.FORMAT_RATE, metric.TRUNCATED_RATE)
+"""The shares whose intervals decide whether sampling may stop: those by which a promotion is decided or refused."""
+LEAST_PROMPTS = 32
+"""From so many prompts on an interval is narrow by what was sampled, not by chance."""
 SAMPLES = "samples.parquet"
 REPORT = "report.md"
 _EXAMPLES = 3
@@ -128,6 +133,15 @@ def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> tuple[dict[
     return metrics, rungs
 
 
+def widest_half(
+    samples: pl.DataFrame, *, prompts: Sequence[PromptRow], completion: CompletionConfig, evaluation: EvaluationConfig
+) -> float | None:
+    """Half the width of the widest interval of KNOWN_WELL; None without ground truths, where rewards decide."""
+    sampled = score_samples(samples, prompts, completion).filter(pl.col("sample") != GREEDY)
+    found = _intervals(sampled, KNOWN_WELL, evaluation)
+    return max((one.high - one.low) / 2 for one in found.values()) if metric.ACCURACY in found else None
+
+
 def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: EvaluationConfig) -> dict[str, Interval]:
     """The metrics that any prompt of the table has a value of."""
     found: dict[str, Interval] = {}
@@ -156,11 +170,12 @@ def evaluate_samples(
     completion: CompletionConfig,
     evaluation: EvaluationConfig,
     rewards: pl.DataFrame | None = None,
+    prompts_used: PromptsUsed | None = None,
 ) -> EvalReport:
     """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics. Twice gives the same.
 
     `label`: base, merged, champion, or a stage's name. `rewards` are columns with the scores of reward functions, one row per
-    sample in their order; they join the table.
+    sample in their order; they join the table. `prompts_used` says why there are samples of no more prompts.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
@@ -182,6 +197,7 @@ def evaluate_samples(
         confidence=evaluation.confidence,
         metrics=metrics,
         pass_at_k=rungs,
+        prompts_used=prompts_used,
     )
     (directory / REPORT).write_text(write_report(report, scored, prompts), encoding="utf-8")
     return report
@@ -201,7 +217,7 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
         f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "
-        f"{right}{ended if faults else ''}\n"
+        f"{right}{ended if faults else ''}{f' {report.prompts_used.text()}.' if report.prompts_used else ''}\n"
     )
     return "\n".join([head, metrics_table(report), *_examples(scored, truth)]) + "\n"
 

@@ -116,16 +116,8 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) 
     Prompts without a value of either, such as rows without ground truth for accuracy, do not take part. A DataError where the
     prompts differ, or none has a value.
     """
-    tables = _level_faults([pl.read_parquet(report.samples) for report in (ours, theirs)], column_of(metric))
+    tables = _level_faults(common_samples(ours, theirs), column_of(metric))
     left, right = (prompt_values(table, metric) for table in tables)
-    if left["prompt_id"].to_list() != right["prompt_id"].to_list():
-        common = len(set(left["prompt_id"]) & set(right["prompt_id"]))
-        raise DataError(
-            f"{ours.label} and {theirs.label} were evaluated on different prompts: {left.height} and {right.height}, "
-            f"{common} in common",
-            place=str(theirs.samples),
-            fix="evaluate both models with the same data and the same evaluation.max_prompts",
-        )
     both = left.join(right, on="prompt_id", suffix="_theirs", maintain_order="left").drop_nulls()
     if both.is_empty():
         raise DataError(
@@ -135,6 +127,40 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) 
         )
     values = both["value"].to_numpy(), both["value_theirs"].to_numpy()
     return paired_test(*values, alpha=alpha, metric=metric, against=theirs.label)
+
+
+def promotion_test(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) -> PairedTest:
+    """`compare` at the level that holds wherever sampling stopped: of the numbers of prompts at which it can, each has its share
+    of alpha (Bonferroni), because where it stops depends on the values."""
+    used = [report.prompts_used for report in (ours, theirs) if report.prompts_used is not None]
+    looks = max((one.looks for one in used), default=1)
+    return compare(ours, theirs, metric=metric, alpha=alpha / looks).model_copy(update={"looks": looks})
+
+
+def common_samples(ours: EvalReport, theirs: EvalReport) -> list[pl.DataFrame]:
+    """The tables of both, of the same prompts: where sampling stopped early, of those that both have. A DataError where these are
+    not all prompts of one of them."""
+    tables = [pl.read_parquet(report.samples) for report in (ours, theirs)]
+    left, right = (set(table["prompt_id"]) for table in tables)
+    both = left & right
+    if left == right:
+        return tables
+    if both not in (left, right) or (ours.prompts_used is None and theirs.prompts_used is None):
+        raise DataError(
+            f"{ours.label} and {theirs.label} were evaluated on different prompts: {len(left)} and {len(right)}, "
+            f"{len(both)} in common",
+            place=str(theirs.samples),
+            fix="evaluate both models with the same data and the same evaluation.max_prompts",
+        )
+    return [table.filter(pl.col("prompt_id").is_in(sorted(both))) for table in tables]
+
+
+def common_means(ours: EvalReport, theirs: EvalReport, metric: str) -> tuple[float, float]:
+    """The means of both over the same prompts."""
+    if ours.prompts == theirs.prompts:
+        return ours.metrics[metric].value, theirs.metrics[metric].value
+    left, right = (prompt_values(table, metric)["value"].drop_nulls().to_numpy() for table in common_samples(ours, theirs))
+    return float(left.mean()), float(right.mean())
 
 
 def _level_faults(tables: Sequence[pl.DataFrame], column: str) -> list[pl.DataFrame]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.rewards.contract import shorten
-from schemas.results.data import LabCheck, SignalForecast
+from schemas.results.data import LabCheck, PromptsUsed, SignalForecast
 from schemas.results.evaluation import BINS
 
 _MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
@@ -88,7 +88,12 @@ def advice(forecasts: Sequence[SignalForecast]) -> list[str]:
     ]
 
 
-def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast], left_out: Sequence[str] = ()) -> str:
+def report_markdown(
+    checks: Sequence[LabCheck],
+    forecasts: Sequence[SignalForecast],
+    left_out: Sequence[str] = (),
+    used: PromptsUsed | None = None,
+) -> str:
     """The complete report."""
     failed = [check for check in checks if check.outcome == "failed"]
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in ("failed", "warned", "ignored")}
@@ -106,6 +111,7 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
         rows = [[check.check, _MARKS[check.outcome], check.detail, check.probe, check.place] for check in of_one]
         parts += [f"## {name}", table(["check", "outcome", "found", "probe", "row"], rows)]
     parts += _forecasts(forecasts)
+    parts += [f"{used.text()}."] if used is not None and forecasts else []
     if lines := fixes(checks):
         parts += ["## How to fix", "\n".join(f"- {line}" for line in lines)]
     return "\n\n".join(parts) + "\n"

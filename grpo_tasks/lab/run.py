@@ -32,12 +32,14 @@ from grpo_tasks.lab.probes import (
 )
 from grpo_tasks.lab.report import FIXES, MANY
 from grpo_tasks.rewards.contract import RESERVED, shorten
+from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rewards.suite import charge_faults, full_score, mean_total, solved, stage_weights, total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardsConfig
-from schemas.config.run import RunConfig
+from schemas.config.run import RunConfig, Scoring
 from schemas.config.stage import StageConfig
-from schemas.errors import LabError
+from schemas.errors import LabError, RewardError
+from schemas.metrics import REWARD
 from schemas.prompts import PromptRow
 from schemas.results.data import LabCheck, LabReport, SignalForecast
 from schemas.results.evaluation import histogram
@@ -160,6 +162,21 @@ def forecast(
         mean_reward_std=sum(deviations) / len(deviations),
         pass_rates=[] if solved is None else histogram(float(group.mean()) for group in judged if len(group)),
     )
+
+
+def sampled_signal(
+    config: RunConfig, rows: Sequence[PromptRow], samples: pl.DataFrame, groups: Sequence[GroupSample], *, log: Path | None = None
+) -> float | None:
+    """The share of groups with a signal in the first stage that samples; `groups` are the rows of the table `samples`. None where
+    a reward function fails, which the checks report."""
+    stage = next(stage for stage in config.stages if stage.rewards)
+    scoring = Scoring(rewards=config.rewards, weighted=stage.rewards, reported=[], tasks=config.task_rewards())
+    try:
+        found = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=stage.num_generations, log=log)
+    except RewardError:
+        return None
+    totals = found[REWARD].cast(pl.Float64).fill_null(math.nan).to_numpy()
+    return forecast(stage.name, groups, totals).share_with_signal
 
 
 def _forecasts(

@@ -159,11 +159,23 @@ class Costs:
         """Expected steps until the last one of so many completions has ended."""
         return float((1.0 - (1.0 - self._alive[:limit]) ** rows).sum())
 
-    def evaluation(self, prompts: int) -> float:
-        """Of one model."""
+    def evaluation(self, prompts: int, *, guard: bool = False) -> float:
+        """Of one model, on the held-out prompts or those of a guard."""
         evaluation = self.config.evaluation
         greedy = self.sampling(prompts, 1) if evaluation.greedy else 0.0
-        return self.speed.load_s + self.sampling(prompts, evaluation.num_samples) + greedy
+        seconds = self.speed.load_s + self.sampling(prompts, evaluation.num_samples) + greedy
+        return self._capped(seconds, None if guard else evaluation.max_minutes)
+
+    def lab(self, num_generations: int) -> float:
+        """A group of each prompt of the forecast."""
+        lab = self.config.lab
+        return self._capped(
+            self.speed.load_s + self.sampling(min(lab.num_prompts, self.rows.train), num_generations), lab.max_minutes
+        )
+
+    @staticmethod
+    def _capped(seconds: float, minutes: float | None) -> float:
+        return seconds if minutes is None else min(seconds, 60.0 * minutes)
 
     def difficulty(self) -> float:
         """Pass rates of the training prompts of one model; with a screening as if it solved all of them."""
@@ -222,19 +234,19 @@ class Costs:
 def _steps(
     config: RunConfig, speed: Speed, rows: Rows, done: Mapping[str, int], *, full: bool = False
 ) -> Iterator[tuple[str, float]]:
-    costs, lab, stages = Costs(config, speed, rows, full), config.lab, config.stages
+    costs, stages = Costs(config, speed, rows, full), config.stages
     most = config.evaluation.max_prompts
 
     def evaluated(label: str) -> list[tuple[str, float]]:
         guards = [(f"guard-{name}-{label}", count) for name, count in rows.guards if label in ("base", "merged")]
         sizes = [(label, rows.eval), *guards]
-        return [(f"evaluate_model-{name}", costs.evaluation(min(count, most or count))) for name, count in sizes]
+        return [
+            (f"evaluate_model-{name}", costs.evaluation(min(count, most or count), guard=name != label)) for name, count in sizes
+        ]
 
     steps: list[tuple[str, float]] = []
     if scored := [stage for stage in stages if stage.rewards]:
-        steps.append(
-            ("probe_rewards", speed.load_s + costs.sampling(min(lab.num_prompts, rows.train), scored[0].num_generations))
-        )
+        steps.append(("probe_rewards", costs.lab(scored[0].num_generations)))
     if config.difficulty.samples and config.difficulty.pass_rate_column is None:
         at_start = [one for one in stages if one.kind != "sft" and not one.measure_difficulty]
         steps += [("measure_difficulty-start", costs.difficulty())] if at_start else []

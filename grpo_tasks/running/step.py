@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.hashes import find_changes, take_manifest
+from grpo_tasks.kit.files import remove
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.processes.child import RESULT
 from grpo_tasks.running.key import content_key
@@ -106,6 +107,7 @@ def step(
     reads: str = "",
     retries: int = 0,
     resumable: bool = False,
+    keeps: Sequence[str] = (),
     cached: bool = True,
     device: bool = False,
     on_cluster: bool = False,
@@ -116,13 +118,14 @@ def step(
         reads: the settings that it reads of its input `config`, as `view` takes them. Only these count in its key.
         retries: how often to try again when the child process died; a `UserError` of another kind is never retried.
         resumable: an unfinished step continues in its folder instead of starting with an empty one.
+        keeps: what stays in the folder of an unfinished step, which takes from there what it need not make again.
         cached: skip the step when it is finished; without it the step runs every time and decides itself what to do again.
         device: the step uses the GPU and waits for its slot.
         on_cluster: the step computes where `resources.cluster` says; a cluster has its own accounting of GPUs.
     """
 
     def decorate(body: Callable[Concatenate[Work, Inputs], Made]) -> Step[Inputs, Made]:
-        return Step(body, reads, retries, resumable, cached, device, on_cluster)
+        return Step(body, reads, retries, resumable, keeps, cached, device, on_cluster)
 
     return decorate
 
@@ -135,6 +138,7 @@ class Step(Generic[Inputs, Made]):
     reads: str
     retries: int
     resumable: bool
+    keeps: Sequence[str]
     cached: bool
     device: bool
     on_cluster: bool
@@ -215,7 +219,7 @@ class Step(Generic[Inputs, Made]):
                 finished = finished_result(self._makes, work.directory)
                 if finished is not None:
                     return _Outcome(cast(Made, finished), skipped=True)
-            clear(work.directory, resumable=self.resumable and not work.run.fresh)
+            clear(work.directory, resumable=self.resumable and not work.run.fresh, keep=() if work.run.fresh else self.keeps)
             # The slot is acquired here and not before: a step that is skipped needs no GPU.
             with hidden_errors(), self._slots(work, inputs), _logged_notices():
                 body: Callable[..., Made] = self.body
@@ -372,14 +376,17 @@ def _mark_damaged(folder: Path, paths: list[str], damage: str) -> None:
     (folder / DAMAGED).write_text("\n".join(paths), encoding="utf-8")
 
 
-def clear(folder: Path, *, resumable: bool) -> None:
-    """Prepare a folder for its step: with `resumable` it keeps what the step can continue from, otherwise it is emptied.
+def clear(folder: Path, *, resumable: bool, keep: Sequence[str] = ()) -> None:
+    """Prepare a folder for its step: with `resumable` it keeps what the step can continue from, otherwise it is emptied, but for
+    the names in `keep`.
 
     A trained stage is worth hours: if its journal and tables are intact, it keeps its last complete checkpoint. If not, its
     folder is kept under another name and the stage starts again.
     """
     if not resumable:
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.iterdir() if folder.exists() else ():
+            if path.name not in keep:
+                remove(path)
     elif (folder / DAMAGED).exists():
         _clear_damage(folder, (folder / DAMAGED).read_text(encoding="utf-8").splitlines())
     folder.mkdir(parents=True, exist_ok=True)

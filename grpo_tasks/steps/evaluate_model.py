@@ -1,12 +1,15 @@
 """Step: evaluate one model on the held-out prompts."""
 
 import time
+from functools import partial
 
 import polars as pl
 
-from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
+from grpo_tasks.evaluation.report import LEAST_PROMPTS, SAMPLES, evaluate_samples, widest_half
+from grpo_tasks.kit.files import remove
 from grpo_tasks.rewards.held_out import reward_columns
-from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
+from grpo_tasks.rollout.parts import PARTS, sample_in_parts
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig, Scoring
 from schemas.config.section import UNMERGED
@@ -18,6 +21,7 @@ from schemas.results.model import ModelRef
 @step(
     reads=f"completion rollout interaction evaluation -evaluation.max_truncated -evaluation.engine seed {UNMERGED}",
     retries=1,
+    keeps=(PARTS,),
     device=True,
     on_cluster=True,
 )
@@ -27,8 +31,9 @@ def evaluate_model(
     """Sample completions in a child process, then score them; reward functions run in a process of their own."""
     began, evaluation = time.perf_counter(), config.evaluation
     spec = SampleSpec.of_evaluation(config, ref, data.eval, work.run.resources)
-    run_sampling(spec, work.directory)
     rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None
+    half_width = partial(widest_half, prompts=rows, completion=config.completion, evaluation=evaluation)
+    used = sample_in_parts(spec, work.directory, evaluation, half_width, least=LEAST_PROMPTS, key=work.key)
     if scoring is not None:
         samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"
         rewards = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=evaluation.num_samples, log=log)
@@ -41,7 +46,9 @@ def evaluate_model(
         completion=config.completion,
         evaluation=evaluation,
         rewards=rewards,
+        prompts_used=used,
     )
+    remove(work.directory / PARTS)
     work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))
     figures = [{"metric": name, **interval.model_dump()} for name, interval in report.metrics.items()]
     work.table(f"evaluation-{label}-figures", figures)

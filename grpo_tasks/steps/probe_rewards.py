@@ -3,32 +3,40 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 
 from grpo_tasks.data.table import read_prompts
+from grpo_tasks.evaluation.statistics import wilson_interval
+from grpo_tasks.kit.files import remove
 from grpo_tasks.lab.probes import GroupSample
 from grpo_tasks.lab.report import report_markdown
-from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
+from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, sampled_signal, weighed
 from grpo_tasks.processes.child import LOG
-from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
+from grpo_tasks.rollout.parts import PARTS, sample_in_parts
+from grpo_tasks.rollout.spec import SAMPLES, SampleSpec
 from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
 from schemas.prompts import PromptRow
-from schemas.results.data import DataReport, LabCheck, LabReport
+from schemas.results.data import DataReport, LabCheck, LabReport, PromptsUsed
+from schemas.results.evaluation import CONFIDENCE
 from schemas.results.model import ModelRef
 
 NO_REWARDS = "no stage has rewards"
 """Why a run of demonstrations alone has nothing to check."""
+LEAST_PROMPTS = 8
+"""Groups that are sampled at least."""
 NOT_SAMPLED = "rewards: tools and environments have to work first"
 
 
 @step(
     reads="completion rewards lab difficulty.success data.tasks.rewards stages.name stages.kind stages.rewards "
     f"stages.num_generations rollout interaction seed {UNMERGED}",
+    keeps=(PARTS,),
     device=True,
     on_cluster=True,
 )
@@ -46,12 +54,25 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
         return _reported(work, LabFindings(checks, [], pl.DataFrame(), [NOT_SAMPLED]), began)
     group, prompts = stages[0].num_generations, config.lab.num_prompts
     spec = SampleSpec.of(config, start, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
-    run_sampling(spec, work.directory)
-    table = pl.read_parquet(work.directory / SAMPLES)
-    columns = ["completion", "token_ids", *(["conversation"] if "conversation" in table.columns else [])]
-    groups = [GroupSample(*row) for row in table.group_by("prompt_id", maintain_order=True).agg(columns).iter_rows()]
-    findings = run_lab(config, rows, groups, log=log)
-    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
+    half_width = partial(_half_width, config=config, rows=rows, log=log)
+    used = sample_in_parts(spec, work.directory, config.lab, half_width, least=LEAST_PROMPTS, key=work.key)
+    findings = run_lab(config, rows, _groups(pl.read_parquet(work.directory / SAMPLES)), log=log)
+    remove(work.directory / PARTS)
+    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used)
+
+
+def _groups(samples: pl.DataFrame) -> list[GroupSample]:
+    columns = ["completion", "token_ids", *(["conversation"] if "conversation" in samples.columns else [])]
+    return [GroupSample(*row) for row in samples.group_by("prompt_id", maintain_order=True).agg(columns).iter_rows()]
+
+
+def _half_width(samples: pl.DataFrame, config: RunConfig, rows: Sequence[PromptRow], log: Path) -> float | None:
+    groups = _groups(samples)
+    share = sampled_signal(config, rows, samples, groups, log=log)
+    if share is None:
+        return None
+    low, high = wilson_interval(share, len(groups), CONFIDENCE)
+    return (high - low) / 2
 
 
 def _date(rollout: RolloutConfig) -> list[LabCheck]:
@@ -80,10 +101,10 @@ def _played(config: RunConfig, rows: Sequence[PromptRow], log: Path) -> list[Lab
     )
 
 
-def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:
+def _reported(work: Work, findings: LabFindings, began: float, used: PromptsUsed | None = None) -> LabReport:
     """Write tables and report; raises LabError if a check failed."""
     findings.probes.write_parquet(work.directory / "probes.parquet")
-    markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out)
+    markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out, used)
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")
     work.artifact("reward-lab", markdown)
     report = LabReport(
@@ -93,6 +114,7 @@ def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:
         checks=findings.checks,
         forecasts=findings.forecasts,
         left_out=findings.left_out,
+        prompts_used=used,
     )
     if report.failures:
         raise lab_error(report)

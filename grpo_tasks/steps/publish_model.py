@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.evaluation.guards import find_merge_loss, find_regressions
-from grpo_tasks.evaluation.statistics import compare, deciding_metric
+from grpo_tasks.evaluation.statistics import deciding_metric, promotion_test
 from grpo_tasks.processes.child import SPEC, run_module
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
@@ -38,7 +38,7 @@ def publish_model(
     began, promotion = time.perf_counter(), config.promotion
     prepare_publishing()
     metric = deciding_metric(promotion, final)
-    tests = [compare(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]
+    tests = [promotion_test(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = [*find_regressions(final, standard, promotion), find_merge_loss(final, policy, metric)]

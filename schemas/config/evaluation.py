@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from schemas.config.data import DataSource
 from schemas.config.section import Details, Section
-from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
+from schemas.config.types import LONGEST_S, MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
 from schemas.metrics import (
     ACCURACY,
     COMPLETION_LENGTH,
@@ -43,6 +43,15 @@ class EvaluationConfig(Section):
     """Also evaluate after each stage. A version whose merged model is worse than its last stage is not promoted."""
     confidence: Details[float] = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
+    max_half_width: Details[float | None] = Field(None, gt=0.0, lt=0.5)
+    """Stop sampling when accuracy, lenient accuracy, format rate and truncated rate are known this well: half the width of the
+    widest of their intervals (0.05: 5 points). It is looked at after an eighth, a quarter and a half of the prompts, and of no
+    fewer than 32. The tests of a promotion divide alpha by the number of places where sampling can stop. Empty: all prompts are
+    used, as they always are without ground truths and for the guards of a promotion."""
+    max_minutes: Details[float | None] = Field(None, gt=0.0, le=LONGEST_S / 60)
+    """Longest time in minutes to sample for one evaluation. What fits is estimated from the first prompts, an eighth of them and
+    at least 32, which are always used. How many are used then depends on the machine; the result says it. Empty: no limit, as
+    always for the guards of a promotion."""
     max_truncated: Details[Fraction] = 0.95
     """Largest share of the base model's completions that a limit may cut off. Above it the run stops before any training, because
     nothing seems to end a completion. 1: it never stops, for texts without an end of their own. Neither does it where the first

@@ -234,6 +234,13 @@ class LabConfig(Section):
     """Training rows from which probe completions are made."""
     num_prompts: int = Field(16, ge=1, le=MOST_ROWS)
     """Training prompts for which the base model samples a group."""
+    max_half_width: float | None = Field(None, gt=0.0, lt=0.5)
+    """Stop sampling when the share of groups with a signal in the first stage that samples is known this well: half the width of
+    its Wilson interval (0.15: 15 points). It is looked at after an eighth, a quarter and a half of the prompts, and of no fewer
+    than 8. Empty: all num_prompts are used."""
+    max_minutes: float | None = Field(None, gt=0.0, le=LONGEST_S / 60)
+    """Longest time in minutes to sample for the lab. What still fits is estimated from the first prompts, an eighth of them and
+    at least 8, which are always used. Empty: no limit."""
     gold: str | None = None
     """Where good completions of your own come from, which the lab takes for perfect ones: a column of the data, or
     package.module:function, which receives the chosen rows (dicts with prompt, answer and every column) and returns one

@@ -163,6 +163,32 @@ class SignalForecast(Result):
         return (self.pass_rates[0] + self.pass_rates[-1]) / known if known else 0.0
 
 
+class PromptsUsed(Result):
+    """How many prompts were sampled where sampling may stop early, and why it stopped."""
+
+    section: Literal["evaluation", "lab"]
+    """Of the settings that made it stop."""
+    used: int
+    """The first ones in the order of their ids."""
+    of: int
+    stopped: Literal["all", "interval", "time"]
+    looks: int
+    """At so many numbers of prompts it could stop by the interval, the last one included; 1: it could not."""
+    half_width: float | None
+    """Half the width of the interval when it was last looked at; None if it never was."""
+    seconds: float
+    """Time of sampling."""
+
+    def text(self) -> str:
+        """What was used and why, without a full stop."""
+        said = f"{self.used:,} of {self.of:,} prompts were sampled"
+        if self.stopped == "interval" and self.half_width is not None:
+            return f"{said}: the interval is within {100 * self.half_width:.1f} points ({self.section}.max_half_width)"
+        if self.stopped == "time":
+            return f"{said}: there was no time for more ({self.section}.max_minutes)"
+        return said
+
+
 class LabReport(StepResult):
     """Result of the reward lab. Files: probes.parquet (each probe with each score), report.md."""
 
@@ -170,6 +196,8 @@ class LabReport(StepResult):
     forecasts: list[SignalForecast]
     left_out: list[str] = Field(default_factory=list)
     """Checks that could not be made, each with its reason."""
+    prompts_used: PromptsUsed | None = None
+    """None where sampling could not stop early."""
 
     def headline(self) -> str:
         """How many checks were made, and how many found something."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from schemas.metrics import ACCURACY, FORMAT_RATE, HEADLINES, REWARD, TASK_FAMILIES, figure_text
 from schemas.results.base import Result, Section, StepResult
+from schemas.results.data import PromptsUsed
 from schemas.results.model import ModelRef
 
 _SHOWN = (ACCURACY, FORMAT_RATE, REWARD)
@@ -41,6 +42,8 @@ class EvalReport(StepResult):
     """By metric name (EVALUATION in schemas/metrics.py)."""
     pass_at_k: dict[int, Interval]
     """Unbiased pass@k of strictly right answers for k = 1, 2, 4 ... up to num_samples."""
+    prompts_used: PromptsUsed | None = None
+    """None where sampling could not stop early."""
 
     def headline(self) -> str:
         """The main figures."""
@@ -69,12 +72,17 @@ def evaluation_section(reports: Sequence[EvalReport], *, merged_as: str = "") ->
         [one.label, *(one.metrics[name].text(name, gap="\n") if name in one.metrics else "" for name in names)] for one in reports
     ]
     first, titles = reports[0], [name.replace("_", " ") for name in names]
+    counts = sorted({one.prompts for one in reports})
+    count = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     text = (
-        f"{first.prompts} held-out prompts, {first.num_samples} samples each at temperature {first.temperature:g}; "
+        f"{count} held-out prompts, {first.num_samples} samples each at temperature {first.temperature:g}; "
         f"{100 * first.confidence:g} % intervals in brackets."
     )
     if ACCURACY in measured:
         text += " Accuracy is strict (format kept and answer equal); lenient accuracy ignores the format."
+    for one in reports:
+        if one.prompts_used is not None and one.prompts_used.stopped != "all":
+            text += f" {one.label}: {one.prompts_used.text()}."
     if merged_as:
         text += (
             f" The rows {reports[-2].label} and {reports[-1].label} are the same policy: with its adapter, and merged in "
@@ -94,6 +102,8 @@ class PairedTest(Result):
     p_value: float
     """One-sided p-value: probability of such a difference if neither model were better."""
     better: bool
+    looks: int = 1
+    """The level alpha was divided by it, because sampling could stop at so many numbers of prompts."""
 
 
 class Worse(Result):

@@ -128,7 +128,8 @@ class PublishedFacts(Result):
             bound = f"{one.limit:.4g}" if one.p_value is None else f"p = {one.p_value:.2g}"
             where = f"must not be worse than {one.against}"
             checks.append([where, one.metric, f"{one.ours:.4g}", f"{one.theirs:.4g}", bound, yes[one.passed]])
-        tested, checked = (f"paired test, alpha {alpha:g}", "metric", "difference", "p", "better"), ("ours", "theirs", "limit")
+        level = alpha / max((test.looks for test in self.tests), default=1)
+        tested, checked = (f"paired test, alpha {level:g}", "metric", "difference", "p", "better"), ("ours", "theirs", "limit")
         return [
             Section(columns=tested, rows=tests, right=("difference", "p")),
             Section(columns=("check", "metric", *checked, "passed"), rows=checks, right=checked),

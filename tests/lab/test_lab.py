@@ -11,7 +11,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.lab.probes import GroupSample, make_probes, wrong_answer
 from grpo_tasks.lab.report import FIXES, advice, opinions, report_markdown
-from grpo_tasks.lab.run import forecast, lab_error, run_lab
+from grpo_tasks.lab.run import forecast, lab_error, run_lab, sampled_signal
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -237,6 +237,17 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
     assert one.mean_reward == pytest.approx(1 / 6)
     assert two.share_with_signal == pytest.approx(1 / 3)
     assert failed(findings) == set()
+
+
+def test_the_signal_of_a_part_is_unknown_where_a_function_fails(run_config, own_module, rows):
+    samples = [group(rows[0], HONEST.replace("42", "41"), "no"), group(rows[1], "no", "neither"), group(rows[2], "", "")]
+    drawn = [(one.prompt_id, text, [1]) for one in samples for text in one.completions]
+    table = pl.DataFrame(drawn, schema=["prompt_id", "completion", "token_ids"], orient="row")
+    config = run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL)
+    config = config.model_copy(update={"stages": [one.model_copy(update={"num_generations": 2}) for one in config.stages]})
+    assert sampled_signal(config, rows, table, samples) == pytest.approx(1 / 3)
+    broken = {"functions": {"raises": {"function": f"{own_module(FUNCTIONS)}:raises"}}}
+    assert sampled_signal(run_config({"one": ["raises"]}, rewards=broken), rows, table, samples) is None
 
 
 def test_base_samples_show_pass_rates_and_advise_measuring(run_config, rows):

@@ -169,3 +169,17 @@ def test_what_is_not_counted_is_named():
 
 def test_a_run_of_less_than_an_hour_names_no_savings():
     assert not estimate(config_of(), costing(load_s=1.0), ROWS).savings
+
+
+def test_a_time_limit_shortens_lab_and_evaluations_but_not_those_of_guards():
+    def seconds(*settings):
+        config = config_of("lab.num_prompts=64", "evaluation.max_prompts=null", *settings)
+        found = estimate(config, costing(decode_s=20.0), ROWS)
+        return {step.label: step.seconds for step in found.steps}
+
+    free, limited = seconds(), seconds("lab.max_minutes=1", "evaluation.max_minutes=2")
+    assert free["probe_rewards"] > 60 < 120 < free["evaluate_model-base"]
+    assert (limited["probe_rewards"], limited["evaluate_model-base"], limited["evaluate_model-merged"]) == (60, 120, 120)
+    same = free.keys() - {label for label in free if label.startswith(("probe", "evaluate_model")) and "guard" not in label}
+    assert "evaluate_model-guard-few-base" in same
+    assert all(free[label] == limited[label] for label in same)

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
+from grpo_tasks.rollout.parts import PARTS
 from grpo_tasks.running import step as step_module
 from grpo_tasks.running.step import Work, step
+from grpo_tasks.steps.evaluate_model import evaluate_model
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, DataError
 from schemas.results.data import PreparedData
@@ -106,6 +109,25 @@ def test_a_dead_process_is_tried_again_as_the_step_says(call, run):
     with pytest.raises(ChildDied):
         call(step(retries=1)(prepare_data), run, 98)
     assert CALLS == [99, 99, 98, 98]
+
+
+def test_what_an_unfinished_step_keeps_is_there_again_but_not_afresh(run, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+    seen = []
+
+    def prepare_data(work: Work, rows: int) -> PreparedData:
+        seen.append(sorted(path.name for path in work.directory.iterdir()))
+        (work.directory / "parts").mkdir(exist_ok=True)
+        (work.directory / "other").write_text("")
+        raise DataError("killed")
+
+    defined = step(keeps=("parts",))(prepare_data)
+    for fresh in (False, False, True):
+        run.fresh = fresh
+        with pytest.raises(DataError):
+            defined(run, 3)
+    assert seen == [[], ["parts"], []]
+    assert evaluate_model.keeps == probe_rewards.keeps == (PARTS,)
 
 
 def test_the_log_says_what_was_done_and_what_was_skipped(run, caplog, monkeypatch):
