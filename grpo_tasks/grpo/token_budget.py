@@ -13,6 +13,7 @@ import torch
 
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.kit.files import replacing
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.planning.memory_plan import GIB, SERVER, StagePlan, does_not_fit, tokens_that_fit
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
@@ -118,7 +119,9 @@ def with_measured_budget(
         else:
             budget = _measured(plan, calculated, policies, memory)
         every = ranks.gather(budget)
-        tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
+        if None in every:
+            raise does_not_fit(plan)
+        tokens, checkpointing = min(one.measured for one in every if one), any(one.checkpointing for one in every if one)
         budget = Budget(calculated, tokens, checkpointing)
         if ranks.writes:
             with replacing(directory.token_budget) as unfinished:
@@ -133,11 +136,17 @@ def with_measured_budget(
     return stage.model_copy(update={"max_tokens_per_microbatch": budget.measured})
 
 
-def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: CudaMemory) -> Budget:
+def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: CudaMemory) -> Budget | None:
+    """None where not even one completion fits, which all ranks have to know."""
     completion = plan.prompt_length + plan.rollout.max_completion_length
     # The layout is chosen before the first pass, and the libraries allocate their buffers in it: with few tokens, which fit.
-    with torch.no_grad():
-        policies.scores(_batch(plan, completion, policies))
+    try:
+        with torch.no_grad():
+            policies.scores(_batch(plan, completion, policies))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
     plans = [plan] if plan.model.gradient_checkpointing else [plan, plan.with_checkpointing()]
     for chosen in plans:
         added = chosen is not plan
@@ -152,7 +161,7 @@ def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: Cuda
                 # What has run fits; what has not run is not trusted above a size that did not fit.
                 return Budget(calculated, max(completion, fitting if tokens == most else min(fitting, tokens)), added)
             tokens //= 2
-    raise does_not_fit(plan)
+    return None
 
 
 def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float | None:
@@ -169,8 +178,10 @@ def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float |
         # through would be kept up to the end.
         policies.ranks.accelerator.backward((scores.logps + scores.entropies if entropies else scores.logps).sum())
         return memory.peak() - standing
-    except torch.OutOfMemoryError:
-        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
     finally:
         for parameter in trained:
             parameter.grad = None

@@ -234,6 +234,22 @@ def test_only_what_the_allocator_can_give_back_counts_as_free(monkeypatch):
     assert (memory.usable(), memory.total) == (3 + 5 + 7, 28)
 
 
+def test_a_card_too_full_for_the_first_pass_is_named(stages, reported_memory, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Policies, "scores", full)
+    with pytest.raises(ModelError, match="does not fit into"):
+        measured(stages, reported_memory(1))
+
+
+def test_every_rank_stops_where_nothing_fits_on_one(stages, reported_memory, monkeypatch):
+    # The other rank of two measures nothing.
+    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, None])
+    with pytest.raises(ModelError, match="does not fit into"):
+        measured(stages, reported_memory(1))
+
+
 @pytest.mark.slow
 def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, reported_memory):
     reported_memory(1, most=0)
