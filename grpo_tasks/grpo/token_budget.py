@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from transformers import PreTrainedConfig
 
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.kit.files import replacing
@@ -82,9 +83,10 @@ def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, mem
 
 
 def kept_bytes(spec: StageSpec, policy: CausalLM, prompt_length: int) -> float:
-    """Bytes that the local engine may keep during an update, by the plan; no limit where the device reports no memory."""
+    """Bytes of keys and values that the local engine may keep during an update, by the plan; no limit where the device reports
+    no memory."""
     memory = device_memory(causal_model(policy).device)
-    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept
+    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept_values
 
 
 def with_measured_budget(
@@ -200,6 +202,11 @@ def _batch(plan: StagePlan, tokens: int, policies: Policies) -> TokenBatch:
 
 
 def _plan(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float) -> StagePlan:
-    architecture = causal_model(policy).config
+    return plan_of(spec, causal_model(policy).config, prompt_length, memory)
+
+
+def plan_of(spec: StageSpec, architecture: PreTrainedConfig, prompt_length: int, memory: float) -> StagePlan:
+    """The plan of a stage with prompts of so many tokens, on a card of so many bytes."""
     rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
-    return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+    turn = spec.rollout.max_completion_length if spec.interaction.active else None
+    return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory, turn_length=turn)

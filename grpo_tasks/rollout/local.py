@@ -42,7 +42,7 @@ class LocalEngine(RolloutEngine):
     """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`.
 
     On CUDA a step is replayed as a graph, which `capture` captures. Graphs, keys and values stay on the card between two rollouts
-    as long as they take at most `kept_bytes` (the plan of a stage counts them); `sleep` frees more than that.
+    as long as keys and values take at most `kept_bytes` (the plan of a stage counts both); `sleep` frees all where they do not.
     """
 
     @classmethod

@@ -186,6 +186,13 @@ def test_what_others_hold_of_the_card_makes_passes_smaller(stages, reported_memo
     assert len(calculated) == 1
 
 
+def test_the_engine_keeps_no_keys_and_values_in_the_room_of_logits_and_graphs(stages, reported_memory):
+    memory, spec = reported_memory(1), StageSpec.load(stages.write().spec)
+    policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
+    plan = token_budget._plan(spec, policy, 40, memory.total)
+    assert token_budget.kept_bytes(spec, policy, 40) == plan.sampling[0].bytes < plan.kept
+
+
 def test_a_server_in_the_plan_is_not_charged_twice(stages, reported_memory):
     tokens = []
     for share in (0.0, 0.5, 0.6):
