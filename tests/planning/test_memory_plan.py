@@ -340,6 +340,26 @@ def test_a_card_with_room_keeps_what_sampling_needs(length):
     assert replace(plan, memory=10 * needed).kept_values == 0.0
 
 
+def test_later_turns_of_a_conversation_have_a_context_for_each_row():
+    single = replace(stage_plans(load_config("demo", []), 8 * GIB)[0], prompt_length=40)
+    turn, said = single.rollout.max_completion_length, 200
+    plan = replace(single, rollout=single.rollout.model_copy(update={"max_completion_length": said}), turn_length=turn)
+    rows = int(plan.sampling[0].what.split()[-2])
+    ref = ModelRef(path="embedded:base")
+    policy = load_base(ref, plan.model, device=torch.device("cpu"))
+    engine = LocalEngine(policy, load_tokenizer(ref), capture=Tapes(), kept_bytes=plan.kept_values)
+    engine._buckets, engine._end_ids = GPU, frozenset(range(policy.config.vocab_size))
+    # The longest contexts that have room for a token, and one that has room for a whole turn.
+    lengths = [40, *[40 + said - 1] * (rows - 1)]
+    requests = [Request([row] * length, row, 40 + said - length) for row, length in enumerate(lengths)]
+    engine.generate(requests, Sampling.of(single.rollout))
+    engine.sleep()
+    assert max(single.kept_values, 0.5 * plan.kept_values) < engine._graphs.num_bytes <= plan.kept_values
+    # What the turn after it begins with.
+    contexts = sum(each.nbytes for name, each in engine._graphs._memory.items() if name.startswith(("keys", "values")))
+    assert contexts / 1.5 <= plan.sampling[-1].bytes <= contexts
+
+
 def test_graphs_of_the_plan_are_those_that_the_engine_keeps():
     assert GRAPHS == MOST_GRAPHS
     one, two = (counts.plan_of(counts.architecture(layers, "qwen2.5-0.5b")) for layers in (1, 2))
