@@ -18,6 +18,7 @@ from grpo_tasks.grpo.measure import UpdateFigures, Waits
 from grpo_tasks.grpo.microbatches import Microbatch, Microbatches, OldLogps
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.logprobs import TokenScores
@@ -41,10 +42,10 @@ class Learner:
     scheduler: LRScheduler = field(init=False)
     waits: Waits = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)
+    halvings: int = field(init=False, default=0)
+    """How often updates halve their microbatches, because larger ones did not fit into the memory of some rank."""
     _halvings: int = field(init=False, default=0)
-    """How often microbatches are halved, because larger ones did not fit into memory."""
-    _reported_halvings: int = field(init=False, default=0)
-    """How many of these the figures of an update have reported."""
+    """The same on this rank, with those that the figures of the next update report."""
 
     def __post_init__(self) -> None:
         self.waits = Waits(self.ranks.accelerator.device)
@@ -89,11 +90,13 @@ class Learner:
 
         found = self._in_memory(gradient, microbatches, old_logps)
         figures = UpdateFigures(out_of_memory=found) if isinstance(found, str) else found
-        figures.halvings, self._reported_halvings = self._halvings - self._reported_halvings, self._halvings
+        figures.halvings = self._halvings - self.halvings
         with self.waits.for_numbers():
             figures.read()
         # Before the step: every rank has to decide by the same figures whether to make it.
         figures = figures.over(self.ranks)
+        # Equal on all ranks, so that a checkpoint needs one number. They wait for the slowest rank anyway.
+        self.halvings += figures.halvings
         if figures.out_of_memory:
             self._refuse_memory(figures.out_of_memory)
         try:
@@ -120,7 +123,12 @@ class Learner:
             return parts, [self.old_logps(microbatch) for microbatch in parts]
 
         found = self._in_memory(scored, microbatches)
-        return self._refuse_memory(found) if isinstance(found, str) else found
+        # Every rank has to know: the others would wait for this one in the update.
+        message = max(self.ranks.gather(found if isinstance(found, str) else ""))
+        if message:
+            self._refuse_memory(message)
+        assert not isinstance(found, str)
+        return found
 
     def slow_down(self, factor: float) -> None:
         """Multiply the learning rate of all further updates."""
@@ -135,19 +143,22 @@ class Learner:
         """Do work on an update with microbatches that fit into memory; torch's message where not even single completions do.
 
         A pass that does not fit leaves a part of its gradient, so all of the work is done again, with half of the completions in
-        each microbatch. Weights of tokens are those of the complete update, so its gradient is the same. Later updates of this
-        process begin with the halves. Ranks exchange nothing within the work, so each decides for itself. TrainingError with
+        each microbatch. Weights of tokens are those of the complete update, so its gradient is the same. Later updates
+        begin with the halves. Ranks exchange nothing within the work, so each decides for itself. TrainingError with
         sharded weights: all ranks gather them at once, and the others would wait for the passes of this one.
         """
         parts, old = microbatches, old_logps
+        self._halvings = max(self._halvings, self.halvings)
         while parts.halvings < self._halvings:
             parts, old = parts.halved(old)
         while True:
             try:
                 return work(parts, old)
-            except torch.OutOfMemoryError as error:
-                # Without the hint about variables of the allocator.
-                message = str(error).partition(" If reserved")[0]
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Without the hints about variables of the allocator and of CUDA.
+                message = str(error).partition(" If reserved")[0].partition("\n")[0]
             # Behind the block: the error holds the frames of the failed pass, and these its tensors.
             self.optimizer.zero_grad(set_to_none=True)
             gc.collect()

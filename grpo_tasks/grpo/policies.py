@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_tasks.attention.shared_prompt import use_shared_prompts
 from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
@@ -161,9 +162,9 @@ class Policies:
             module.eval()
         try:
             scores = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever a strange layer raises in a layout that it was not written for
+            if is_out_of_memory(error):
+                raise
             return str(error) or type(error).__name__
         finally:
             for module in noise:

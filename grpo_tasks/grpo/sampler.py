@@ -10,8 +10,8 @@ from threading import Thread
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_tasks.grpo.token_budget import device_memory, kept_bytes
-from grpo_tasks.planning.memory_plan import GIB, StagePlan
+from grpo_tasks.grpo.token_budget import device_memory, kept_bytes, plan_of
+from grpo_tasks.planning.memory_plan import GIB
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_errors, load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import RolloutEngine
@@ -95,8 +95,7 @@ def check_copy_fits(spec: StageSpec, prompt_length: int, device: torch.device, m
         return
     with load_errors("the config of the model", f"model.path: {spec.start.path}"):
         architecture = AutoConfig.from_pretrained(resolve(spec.start.path), revision=spec.start.revision)
-    rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
-    plan = StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+    plan = plan_of(spec, architecture, prompt_length, memory)
     if not plan.sampling_fits:
         needed = plan.reserve + sum(item.bytes for item in (*plan.standing, *plan.sampling))
         raise ModelError(

@@ -10,9 +10,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from transformers import PreTrainedConfig
 
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.kit.files import replacing
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.planning.memory_plan import GIB, SERVER, StagePlan, does_not_fit, tokens_that_fit
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
@@ -81,9 +83,10 @@ def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, mem
 
 
 def kept_bytes(spec: StageSpec, policy: CausalLM, prompt_length: int) -> float:
-    """Bytes that the local engine may keep during an update, by the plan; no limit where the device reports no memory."""
+    """Bytes of keys and values that the local engine may keep during an update, by the plan; no limit where the device reports
+    no memory."""
     memory = device_memory(causal_model(policy).device)
-    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept
+    return math.inf if memory is None else _plan(spec, policy, prompt_length, memory.total).kept_values
 
 
 def with_measured_budget(
@@ -118,7 +121,9 @@ def with_measured_budget(
         else:
             budget = _measured(plan, calculated, policies, memory)
         every = ranks.gather(budget)
-        tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
+        if None in every:
+            raise does_not_fit(plan)
+        tokens, checkpointing = min(one.measured for one in every if one), any(one.checkpointing for one in every if one)
         budget = Budget(calculated, tokens, checkpointing)
         if ranks.writes:
             with replacing(directory.token_budget) as unfinished:
@@ -133,11 +138,17 @@ def with_measured_budget(
     return stage.model_copy(update={"max_tokens_per_microbatch": budget.measured})
 
 
-def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: CudaMemory) -> Budget:
+def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: CudaMemory) -> Budget | None:
+    """None where not even one completion fits, which all ranks have to know."""
     completion = plan.prompt_length + plan.rollout.max_completion_length
     # The layout is chosen before the first pass, and the libraries allocate their buffers in it: with few tokens, which fit.
-    with torch.no_grad():
-        policies.scores(_batch(plan, completion, policies))
+    try:
+        with torch.no_grad():
+            policies.scores(_batch(plan, completion, policies))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
     plans = [plan] if plan.model.gradient_checkpointing else [plan, plan.with_checkpointing()]
     for chosen in plans:
         added = chosen is not plan
@@ -152,7 +163,7 @@ def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: Cuda
                 # What has run fits; what has not run is not trusted above a size that did not fit.
                 return Budget(calculated, max(completion, fitting if tokens == most else min(fitting, tokens)), added)
             tokens //= 2
-    raise does_not_fit(plan)
+    return None
 
 
 def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float | None:
@@ -169,8 +180,10 @@ def _trial(policies: Policies, batch: TokenBatch, memory: CudaMemory) -> float |
         # through would be kept up to the end.
         policies.ranks.accelerator.backward((scores.logps + scores.entropies if entropies else scores.logps).sum())
         return memory.peak() - standing
-    except torch.OutOfMemoryError:
-        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
     finally:
         for parameter in trained:
             parameter.grad = None
@@ -189,6 +202,11 @@ def _batch(plan: StagePlan, tokens: int, policies: Policies) -> TokenBatch:
 
 
 def _plan(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float) -> StagePlan:
-    architecture = causal_model(policy).config
+    return plan_of(spec, causal_model(policy).config, prompt_length, memory)
+
+
+def plan_of(spec: StageSpec, architecture: PreTrainedConfig, prompt_length: int, memory: float) -> StagePlan:
+    """The plan of a stage with prompts of so many tokens, on a card of so many bytes."""
     rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
-    return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+    turn = spec.rollout.max_completion_length if spec.interaction.active else None
+    return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory, turn_length=turn)

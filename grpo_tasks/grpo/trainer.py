@@ -82,8 +82,7 @@ class Trainer:
         policies = load_policies(spec, self.ranks, seed=self.seed, sharded=sharded)
         stage = with_token_budget(spec, policies.model, longest)
         self.learner = Learner(policies, stage, self.ranks, self.updates)
-        self.journal = Journal(directory.journal, writes=writes)
-        self.events = Events(directory.events, writes=writes)
+        self.journal, self.events = Journal(directory.journal, writes=writes), Events(directory.events, writes=writes)
         if note := uncovered(policies.model, spec.model.lora):
             self.events.report(0, "adapter_layers", note)
         self.guards = Guards(stage.guards, kl_every=self._kl_every, skips_dead=stage.skips_dead)
@@ -92,6 +91,7 @@ class Trainer:
         keeps, writes = stage.save_total_limit, self.ranks.keeps_checkpoints
         self.checkpoints = Checkpoints(directory, state, self.counters, self.guards, suite, self.events, keeps, writes)
         self.checkpoints.restore()
+        self.learner.halvings = self.counters.halvings
         # After the restore: an engine may copy the weights.
         engine: RolloutEngine = NoEngine()
         if sampled:
@@ -220,6 +220,7 @@ class Trainer:
             return {}, error
         finally:
             self.counters.step += 1
+            self.counters.halvings = self.learner.halvings
         if figures.halvings:
             part = f"1/{2**figures.halvings} of their completions"
             detail = f"passes did not fit into memory; the update was computed again with {part}, and so are later ones"

@@ -47,6 +47,11 @@ LOGIT_BYTES, CHANGED_LOGIT_BYTES, NUCLEUS_BYTES = 18.0, 23.0, 43.0
 """Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, probabilities, and what
 torch's sum makes of these in float64; with the copies that `top_k`, `min_p` or `repetition_penalty` make; and with those that
 `top_p` sorts (rollout/decoding_loop.py)."""
+GRAPHS, GRAPH_LAYER_BYTES = 8, 2.0**20
+"""Captured graphs at most (rollout/graphs.py), and what the driver keeps for a layer of each, outside of torch's allocator. An
+estimate: CUDA documents no number, and vLLM's logs show 24 to 28 MiB a graph (its pull request 22897 and issue 50780)."""
+SMALL_SHARE = 1 / 64
+"""Of keys and values: what a step reads besides, such as random numbers and the places of rows."""
 KEPT_SHARE = 1 / 16
 """The local engine keeps what it samples with during an update where that is at most this share of the card. To capture its graph
 again takes a tenth of a second for each rollout; on a small card, passes that are smaller for it would take longer."""
@@ -127,6 +132,8 @@ class StagePlan:
     """Bytes of the GPU."""
     taken: float = 0.0
     """Of these, what others hold: other processes, the CUDA context. 0: not known, RESERVE stands for it."""
+    turn_length: int | None = None
+    """Tokens of one turn where completions are conversations, and their length that of all turns."""
     _policy: CausalLM = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,9 +174,18 @@ class StagePlan:
         prompts, own = -(-rows // self.stage.num_generations), rows * self.rollout.max_completion_length
         # Contexts are padded: a few of them to 512 tokens, and many by half at most (`Buckets.context` of decoding_loop.py).
         contexts = max(1.5 * prompts * self.prompt_length, min(512 * prompts, own / 4))
+        encoded = 0
+        if self.turn_length is not None:
+            # From the second turn on each row has a context of its own. All are as wide as the longest one, and they are encoded
+            # beside those of the turn before.
+            encoded = rows * (self.prompt_length + self.rollout.max_completion_length)
+            own, contexts = rows * self.turn_length, 1.5 * encoded
+        seen = rows * config.vocab_size if self.rollout.repetition_penalty != 1.0 else 0
         return [
-            Item(f"keys and values of {rows} rows", (own + contexts) * token),
+            Item(f"keys and values of {rows} rows", (own + contexts) * token * (1 + SMALL_SHARE) + seen),
             Item("logits of a decoding step", _logit_bytes(self.rollout) * rows * config.vocab_size),
+            Item(f"at most {GRAPHS} captured graphs", GRAPHS * config.num_hidden_layers * GRAPH_LAYER_BYTES),
+            *([Item("contexts of the next turn", encoded * token)] if encoded else []),
         ]
 
     @property
@@ -177,6 +193,11 @@ class StagePlan:
         """Of what sampling needs, the bytes that stay during an update: all or nothing."""
         needed = sum(item.bytes for item in self.sampling)
         return needed if needed <= KEPT_SHARE * self.memory else 0.0
+
+    @property
+    def kept_values(self) -> float:
+        """Of these, keys and values: the engine knows the size of nothing else (`Graphs.num_bytes`)."""
+        return self.sampling[0].bytes if self.kept else 0.0
 
     @property
     def available(self) -> float:
@@ -347,7 +368,11 @@ def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
     length = settings.interaction.longest_prompt(settings.validation.max_prompt_length)
     rollout = settings.rollout.model_copy(update={"max_completion_length": settings.interaction.longest(settings.rollout)})
-    return [StagePlan(model, rollout, stage, settings.resources, architecture, length, memory) for stage in settings.stages]
+    turn = settings.rollout.max_completion_length if settings.interaction.active else None
+    return [
+        StagePlan(model, rollout, stage, settings.resources, architecture, length, memory, turn_length=turn)
+        for stage in settings.stages
+    ]
 
 
 def _width(dtype: str) -> float:

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.policy.folded_adapter import CausalLM
 from schemas.config.model import LoraConfig as LoraSettings
 from schemas.errors import ConfigError, ModelError
@@ -146,9 +147,9 @@ def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict
         model.train()
         words = len(model.get_input_embeddings().weight)
         model(input_ids=torch.arange(_ROW, device=model.device)[None] % words, use_cache=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # on the meta device, or where training wants more than text: the forward check says it better
+    except Exception as error:  # on the meta device, or where training wants more than text: the forward check says it better
+        if is_out_of_memory(error):
+            raise
         return None
     finally:
         model.train(was_training)

@@ -28,6 +28,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import published_class
@@ -173,9 +174,9 @@ def _true_logits(model: CausalLM, prompt: list[int], completion: list[int]) -> F
     keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
     try:
         out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
             f"text: {type(error).__name__}: {str(error)[:200]}",

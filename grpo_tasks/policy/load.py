@@ -28,6 +28,7 @@ from transformers import (
 from grpo_tasks.content.model_files import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, end_token_ids, set_template_defaults, starting_rows, token_id
 from grpo_tasks.kit.cards import check_cards
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
@@ -84,9 +85,9 @@ def load_errors(what: str, place: str) -> Iterator[None]:
     """Turn whatever a library raises over missing, damaged or unsuitable files into a `ModelError` that names `what`."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, RuntimeError for shapes, ...
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}", place=place, fix="check its files, or name another model"
         ) from error

@@ -16,8 +16,8 @@ from torch import Tensor
 
 EAGER_STEPS = 3
 """Steps of a shape before its graph is captured. They are part of the work, and let the libraries allocate their buffers."""
-MOST_GRAPHS = 32
-"""Graphs that are kept; the oldest is dropped for a new one."""
+MOST_GRAPHS = 8
+"""Graphs that are kept; the oldest is dropped for a new one. Each has memory of the driver (planning/memory_plan.py)."""
 
 Step = Callable[[], None]
 Capture = Callable[[Step], Step]

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.content.tokenizer import end_token_ids
+from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.kit.pinned import moved
 from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
@@ -41,7 +42,7 @@ class LocalEngine(RolloutEngine):
     """Samples in this process from a copy of `policy` with its adapter folded in; switches as in section `resources`.
 
     On CUDA a step is replayed as a graph, which `capture` captures. Graphs, keys and values stay on the card between two rollouts
-    as long as they take at most `kept_bytes` (the plan of a stage counts them); `sleep` frees more than that.
+    as long as keys and values take at most `kept_bytes` (the plan of a stage counts both); `sleep` frees all where they do not.
     """
 
     @classmethod
@@ -199,9 +200,9 @@ class LocalEngine(RolloutEngine):
                 [each for part in parts for each in part.logps], [each for part in parts for each in part.entropies]
             )
             return fault_of(found.difference(truth), self._dtype, self._shift)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever a strange layer raises in a way that it was not written for
+            if is_out_of_memory(error):
+                raise
             return str(error) or type(error).__name__
 
 

@@ -78,6 +78,7 @@ class Checkpoints:
             "tokens": counters.tokens,
             "resumed": counters.resumed,
             "seconds": counters.seconds,
+            "halvings": counters.halvings,
             "guards": {"since": guards.since, "rollbacks": guards.rollbacks},
         }
         content = {"step": counters.step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
@@ -113,6 +114,8 @@ class Checkpoints:
         self.suite.restore(extra["suite"])
         counters.step, counters.tokens, counters.seconds = step, extra["tokens"], extra["seconds"]
         counters.resumed = extra["resumed"] + 1
+        # Checkpoints of earlier versions have none.
+        counters.halvings = extra.get("halvings", 0)
         self.guards.since, self.guards.rollbacks = extra["guards"]["since"], extra["guards"]["rollbacks"]
         self.events.append(step, "resumed", f"from the checkpoint of update {step}")
 

@@ -22,12 +22,14 @@ _NEWEST = 20
 
 @dataclass(slots=True)
 class Counters:
-    """Updates, sampled tokens with their prompts, resumes, and seconds of training over all resumes."""
+    """Updates, sampled tokens with their prompts, resumes, seconds of training over all resumes, and how often microbatches are
+    halved to fit into memory."""
 
     step: int = 0
     tokens: int = 0
     resumed: int = 0
     seconds: float = 0.0
+    halvings: int = 0
 
 
 @dataclass(slots=True)

@@ -1,12 +1,16 @@
 """An update whose passes do not fit into memory, on a CPU that is full above a number of tokens."""
 
+import json
 from functools import partial
 
 import pytest
 import torch
 
+from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.folded_adapter import causal_model, decoder_of
+from grpo_tasks.stage.checkpoint import MANIFEST
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from tests.forked import in_processes
@@ -23,12 +27,12 @@ def trainer_of(stages, name, **settings):
     return stages.trainer(directory, suite_of(spec))
 
 
-def fill_above(trainer, share, where="forward"):
+def fill_above(trainer, share, where="forward", error=torch.OutOfMemoryError(FULL)):  # noqa: B008
     """Let each pass with more than that share of the first one's tokens run out of memory; returns the tokens that were tried."""
     tried, policies = [], trainer.learner.policies
 
     def full(_):
-        raise torch.OutOfMemoryError(FULL)
+        raise error
 
     def begin(module, given):
         # Neither sampling nor the check of the layout, which come first, are limited.
@@ -100,6 +104,42 @@ def test_an_update_that_does_not_fit_has_the_gradient_of_all_completions(stages,
     assert tried[1:] == sizes(quarters)
 
 
+def test_memory_that_a_library_asks_for_counts_like_that_of_tensors(stages):
+    trainer = trainer_of(stages, "s")
+    with trainer.suite:
+        [update] = trainer._microbatches(trainer._collect())
+    fill_above(trainer, 0.8, error=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert trainer.learner.update(*update).halvings == 1
+    fill_above(trainer, 0.0, error=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        trainer.learner.update(*update)
+
+
+def test_a_resumed_stage_begins_with_the_passes_that_fit(stages):
+    trainer = trainer_of(stages, "s", save_steps=1)
+    fill_above(trainer, 0.8)
+    trainer.updates = 1
+    with trainer.suite:
+        trainer.train()
+    resumed = Trainer(trainer.dir, trainer.suite)
+    assert (resumed.step, resumed.learner.halvings) == (1, 1)
+    with resumed.suite:
+        [update] = resumed._microbatches(resumed._collect())
+    tried = fill_above(resumed, 9.0)
+    assert resumed.learner.update(*update).halvings == 0
+    assert len(tried) == 2 * len(update[0])
+    # As an earlier version wrote it.
+    [checkpoint] = trainer.dir.checkpoints.iterdir()
+    state = checkpoint / "state.json"
+    content = json.loads(state.read_text())
+    del content["extra"]["halvings"]
+    state.write_text(json.dumps(content))
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) | {state.name: file_sha256(state)}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    older = Trainer(trainer.dir, trainer.suite)
+    assert (older.step, older.learner.halvings) == (1, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -163,6 +203,21 @@ def test_a_completion_that_does_not_fit_alone_stops_the_stage(stages):
     assert "gradient_checkpointing" in found.value.fix
     assert "reserved" not in found.value.message
     assert all(each.grad is None for each in trainer.learner.model.parameters())
+
+
+def test_every_rank_stops_where_log_probabilities_of_one_do_not_fit(stages, monkeypatch):
+    trainer = trainer_of(stages, "s", num_iterations=2)
+    gather = Ranks.gather
+    # The other rank of two.
+    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, FULL if mine == "" else mine])
+    with trainer.suite, pytest.raises(TrainingError, match=r"single completion does not fit into memory: CUDA out of memory"):
+        trainer._microbatches(trainer._collect())
+    heard = []
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, mine: heard.append(mine) or gather(ranks, mine))
+    fill_above(trainer, 0.01)
+    with trainer.suite, pytest.raises(TrainingError, match="single completion does not fit into memory"):
+        trainer._microbatches(trainer._collect())
+    assert heard[-1].startswith("CUDA out of memory")
 
 
 def test_sharded_weights_are_not_computed_again_in_smaller_passes(stages):

@@ -186,6 +186,13 @@ def test_what_others_hold_of_the_card_makes_passes_smaller(stages, reported_memo
     assert len(calculated) == 1
 
 
+def test_the_engine_keeps_no_keys_and_values_in_the_room_of_logits_and_graphs(stages, reported_memory):
+    memory, spec = reported_memory(1), StageSpec.load(stages.write().spec)
+    policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
+    plan = token_budget._plan(spec, policy, 40, memory.total)
+    assert token_budget.kept_bytes(spec, policy, 40) == plan.sampling[0].bytes < plan.kept
+
+
 def test_a_server_in_the_plan_is_not_charged_twice(stages, reported_memory):
     tokens = []
     for share in (0.0, 0.5, 0.6):
@@ -232,6 +239,22 @@ def test_only_what_the_allocator_can_give_back_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: card["allocated"])
     memory = token_budget.CudaMemory(torch.device("cuda"))
     assert (memory.usable(), memory.total) == (3 + 5 + 7, 28)
+
+
+def test_a_card_too_full_for_the_first_pass_is_named(stages, reported_memory, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Policies, "scores", full)
+    with pytest.raises(ModelError, match="does not fit into"):
+        measured(stages, reported_memory(1))
+
+
+def test_every_rank_stops_where_nothing_fits_on_one(stages, reported_memory, monkeypatch):
+    # The other rank of two measures nothing.
+    monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine, None])
+    with pytest.raises(ModelError, match="does not fit into"):
+        measured(stages, reported_memory(1))
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ from flows.cli.options import parse_size
 from grpo_tasks.grpo.token_budget import with_token_budget
 from grpo_tasks.kit import cards
 from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
-from grpo_tasks.planning.memory_plan import GIB, Groups, count_pass, meta_policy, stage_plans
+from grpo_tasks.planning.memory_plan import GIB, GRAPHS, Groups, count_pass, meta_policy, stage_plans
 from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.rollout.decoding_loop import sample_tokens
 from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.graphs import MOST_GRAPHS
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
@@ -306,7 +307,7 @@ CHANGED = {"top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1}
 @pytest.mark.parametrize("settings", [{}, CHANGED, CHANGED | {"top_p": 0.9}], ids=str)
 def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers, settings):
     path, model = five_layers
-    (cached, _), (_, logits) = planned(path, *(f"rollout.{name}={value}" for name, value in settings.items()))[1].items()
+    (cached, _), (_, logits), _ = planned(path, *(f"rollout.{name}={value}" for name, value in settings.items()))[1].items()
     rows, sampling = int(cached.split()[-2]), Sampling.of(RolloutConfig(**settings))
 
     def draw(count):
@@ -329,13 +330,42 @@ def test_a_card_with_room_keeps_what_sampling_needs(length):
     assert plan.available == GIB - plan.reserve - needed - sum(item.bytes for item in plan.standing)
     ref = ModelRef(path="embedded:base")
     policy = load_base(ref, plan.model, device=torch.device("cpu"))
-    engine = LocalEngine(policy, load_tokenizer(ref), capture=Tapes(), kept_bytes=plan.kept)
+    engine = LocalEngine(policy, load_tokenizer(ref), capture=Tapes(), kept_bytes=plan.kept_values)
     engine._buckets, engine._end_ids = GPU, frozenset(range(policy.config.vocab_size))
     rows, group = int(plan.sampling[0].what.split()[-2]), plan.stage.num_generations
     requests = [Request([row // group] * length, row) for row in range(rows)]
     engine.generate(requests, Sampling.of(plan.rollout))
     engine.sleep()
-    assert 0.5 * needed < engine._graphs.num_bytes <= needed
+    assert 0.5 * plan.kept_values < engine._graphs.num_bytes <= plan.kept_values == plan.sampling[0].bytes
+    assert replace(plan, memory=10 * needed).kept_values == 0.0
+
+
+def test_later_turns_of_a_conversation_have_a_context_for_each_row():
+    single = replace(stage_plans(load_config("demo", []), 8 * GIB)[0], prompt_length=40)
+    turn, said = single.rollout.max_completion_length, 200
+    plan = replace(single, rollout=single.rollout.model_copy(update={"max_completion_length": said}), turn_length=turn)
+    rows = int(plan.sampling[0].what.split()[-2])
+    ref = ModelRef(path="embedded:base")
+    policy = load_base(ref, plan.model, device=torch.device("cpu"))
+    engine = LocalEngine(policy, load_tokenizer(ref), capture=Tapes(), kept_bytes=plan.kept_values)
+    engine._buckets, engine._end_ids = GPU, frozenset(range(policy.config.vocab_size))
+    # The longest contexts that have room for a token, and one that has room for a whole turn.
+    lengths = [40, *[40 + said - 1] * (rows - 1)]
+    requests = [Request([row] * length, row, 40 + said - length) for row, length in enumerate(lengths)]
+    engine.generate(requests, Sampling.of(single.rollout))
+    engine.sleep()
+    assert max(single.kept_values, 0.5 * plan.kept_values) < engine._graphs.num_bytes <= plan.kept_values
+    # What the turn after it begins with.
+    contexts = sum(each.nbytes for name, each in engine._graphs._memory.items() if name.startswith(("keys", "values")))
+    assert contexts / 1.5 <= plan.sampling[-1].bytes <= contexts
+
+
+def test_graphs_of_the_plan_are_those_that_the_engine_keeps():
+    assert GRAPHS == MOST_GRAPHS
+    one, two = (counts.plan_of(counts.architecture(layers, "qwen2.5-0.5b")) for layers in (1, 2))
+    items = [next(item for item in plan.sampling if "graphs" in item.what) for plan in (one, two)]
+    assert items[1].bytes == 2 * items[0].bytes > 0
+    assert one.kept >= items[0].bytes
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
