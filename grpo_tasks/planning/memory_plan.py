@@ -177,7 +177,7 @@ class StagePlan:
         encoded = 0
         if self.turn_length is not None:
             # From the second turn on each row has a context of its own. All are as wide as the longest one, and they are encoded
-            # beside those of the turn before.
+            # in addition to those of the turn before.
             encoded = rows * (self.prompt_length + self.rollout.max_completion_length)
             own, contexts = rows * self.turn_length, 1.5 * encoded
         seen = rows * config.vocab_size if self.rollout.repetition_penalty != 1.0 else 0

@@ -14,6 +14,7 @@ a step that was killed takes the same parts and their times, so it decides as be
 
 import json
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -115,5 +116,6 @@ def _part(spec: SampleSpec, directory: Path, part: Path, only: Sequence[str]) ->
         run_sampling(spec.model_copy(update={"only": list(only)}), directory)
         record.write_text(json.dumps({"seconds": time.monotonic() - began}), encoding="utf-8")
         # Last: a part that has its table has both.
-        (directory / SAMPLES).rename(table)
+        with replacing(table) as unfinished:
+            shutil.copyfile(directory / SAMPLES, unfinished)
     return pl.read_parquet(table), float(json.loads(record.read_bytes())["seconds"])

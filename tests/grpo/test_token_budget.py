@@ -27,8 +27,8 @@ from tests.rollout.conftest import small  # noqa: F401 - a fixture
 from tests.rollout.servers import CALIBRATE, LOAD, PROBE, SLEEP, small_config, small_servers, watched
 
 AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
-TOTAL = RESERVE + 40 * 2**20
-"""A card with room for a few hundred tokens of the embedded model."""
+TOTAL = RESERVE + 72 * 2**20
+"""A card with room for the graphs of sampling, and for a few hundred tokens of the embedded model."""
 
 
 class ReportedMemory(token_budget.CudaMemory):
@@ -89,7 +89,7 @@ def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, reported_mem
         sizes[name] = trainer.stage.max_tokens_per_microbatch
         assert kept == {"calculated": kept["calculated"], "measured": sizes[name], "checkpointing": False}
         [event] = [event for event in events(directory) if event["event"] == "token_budget"]
-        room = "1.5 of 1.5 GiB are free or in use by this stage"
+        room = "1.6 of 1.6 GiB are free or in use by this stage"
         by_calculation = f"{kept['calculated']} by calculation for all of it"
         assert event["detail"] == f"{sizes[name]} tokens a pass by measurement: {room}; {by_calculation}"
     # Four times the bytes leave room for a quarter of the tokens.
@@ -186,7 +186,7 @@ def test_what_others_hold_of_the_card_makes_passes_smaller(stages, reported_memo
     assert len(calculated) == 1
 
 
-def test_the_engine_keeps_no_keys_and_values_in_the_room_of_logits_and_graphs(stages, reported_memory):
+def test_the_engine_keeps_no_values_in_the_room_of_logits_and_graphs(stages, reported_memory):
     memory, spec = reported_memory(1), StageSpec.load(stages.write().spec)
     policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
     plan = token_budget._plan(spec, policy, 40, memory.total)
