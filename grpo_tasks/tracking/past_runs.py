@@ -177,8 +177,7 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
         same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
         return same and "rejection" in kinds and "grpo" not in kinds
 
-    store = replace(open_store(tracking), patience_s=CHECK_S)
-    found = store.call(lambda client: next(filter(wanted, parent_runs(client)), None))
+    found = open_store(tracking).call(lambda client: next(filter(wanted, parent_runs(client)), None))
     return found.info.run_id if found else None
 
 
@@ -192,7 +191,9 @@ def newest_run(name: str, tracking: TrackingConfig) -> str:
     file = sqlite_file(resolve_uri(tracking))
     if file is not None and not file.exists():
         return ""
-    found = open_store(tracking).call(lambda client: next((run for run in parent_runs(client) if is_named(run, name)), None))
+    # A person waits for the answer.
+    store = replace(open_store(tracking), patience_s=CHECK_S)
+    found = store.call(lambda client: next((run for run in parent_runs(client) if is_named(run, name)), None))
     return found.info.run_id if found else ""
 
 

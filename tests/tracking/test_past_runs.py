@@ -10,9 +10,17 @@ from grpo_tasks.operating.trace import read_completions
 from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.entities import held_out_versions, logged_models
 from grpo_tasks.tracking.handle import RunHandle
-from grpo_tasks.tracking.past_runs import find_run, load_past_run, parent_runs, recent_runs, registered_versions
+from grpo_tasks.tracking.past_runs import (
+    find_rejection_run,
+    find_run,
+    load_past_run,
+    newest_run,
+    parent_runs,
+    recent_runs,
+    registered_versions,
+)
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
-from grpo_tasks.tracking.store import open_store
+from grpo_tasks.tracking.store import CHECK_S, Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError, UserError
 from schemas.metrics import CURVES, KL, REWARD
@@ -124,3 +132,12 @@ def test_checkpoints_and_held_out_sets_of_later_pages_are_known(client, tracking
         for number in range(52):
             client.create_dataset(f"mine v{number}", experiment_id=experiment, tags={"name": "mine", "version": str(number)})
         assert len(held_out_versions(client, experiment_id=experiment, name="mine")) == 52
+
+
+def test_a_report_waits_for_mlflow_as_long_as_its_run(database, monkeypatch):
+    waits = []
+    monkeypatch.setattr(Store, "call", lambda store, _: waits.append(store.patience_s))
+    tracking = TrackingConfig(tracking_uri=database, patience_s=900)
+    find_rejection_run("digest", tracking)
+    newest_run("mine", tracking)
+    assert waits == [900, CHECK_S]
