@@ -33,6 +33,7 @@ from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError
+from schemas.paths import EMBEDDED
 
 PREVIEW_ROWS = 500
 """Rows that decide about columns, pattern and equality."""
@@ -300,6 +301,8 @@ completion:
 """
     elif proposal.has_truth:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
+    # The embedded model was made for float32: another precision would show other results than the pages.
+    dtype = "" if model.startswith(EMBEDDED) else "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
     text = f"""\
 # Written by grpo init. Paths are relative to the folder where you call grpo.
 #   grpo validate {config_path}    checks every row
@@ -313,7 +316,7 @@ seed: 42
 model:
   path: {_scalar(model)}    # a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a registered model NAME@champion;
                             # embedded:base is a tiny model that runs anywhere and knows only small sums
-  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
+{dtype}  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
 
 {_data(proposal)}
 validation:

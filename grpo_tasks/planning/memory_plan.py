@@ -364,6 +364,9 @@ def _fused(policy: CausalLM) -> list[list[nn.Module]]:
 def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
     """The plan of each stage of a run on GPUs with so many bytes; of the model only the config is read, else ModelError."""
     model = settings.model
+    if model.dtype == "auto":
+        # Not what this machine would take: the plan is for cards.
+        model = model.model_copy(update={"dtype": "bfloat16"})
     with load_errors("the config of the model", f"model.path: {model.path}"):
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
     length = settings.interaction.longest_prompt(settings.validation.max_prompt_length)
