@@ -24,7 +24,7 @@ def main(svamp: str, *multiarith: str) -> None:
             {
                 # Many bodies have no full stop.
                 "question": f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {problem['Question'].strip()}",
-                "answer": f"{problem['Answer']:g}",
+                "answer": f"{problem['Answer']}".removesuffix(".0"),
                 "solution": f"<answer>{calculation(problem['Equation'])}</answer>" if number < DEMONSTRATIONS else None,
             }
         )

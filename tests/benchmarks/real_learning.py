@@ -5,7 +5,7 @@
                                      |-----its own right completions, as many seconds---> held-out accuracy
                                      `-----TRL, as many updates-------------------------> held-out accuracy
 
-    python -m tests.benchmarks.real_learning MODEL SVAMP [MULTIARITH] [--seeds 1,2] [--ways grpo,rejection,own] [--rates 1e-4,3e-4]
+    python -m tests.benchmarks.real_learning MODEL SVAMP [MULTIARITH] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4]
 
 prints a line for each training as it ends, and writes all of them to .bench/real-learning.jsonl. Started again, it goes on.
 """
