@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_tasks.attention.shared_prompt import PackedRow, Spans
+from grpo_tasks.attention.recurrent import Beginnings, mix_packed
+from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, Spans
 from grpo_tasks.attention.varlen import Sequences, VarlenAttention, repeat_heads, sum_heads, varlen_kernel
 from grpo_tasks.kit.pinned import moved
 
@@ -28,6 +29,7 @@ class PackedAttention:
         # Made by the first layer, for all layers of the pass.
         self._masks: dict[tuple[int | None, bool], Masks] = {}
         self._sequences: Sequences | None = None
+        self._beginnings: Beginnings | None = None
 
     def attend(
         self,
@@ -62,6 +64,12 @@ class PackedAttention:
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
         return attended[..., :depth]
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:  # noqa: ARG002
+        """See `SharedPrompt`."""
+        if self._beginnings is None:
+            self._beginnings = Beginnings(self.row)
+        return mix_packed(self.row, self._beginnings, mixer, hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,93 @@
+"""Which layers of a model have a state of their own, and how they take part in a pass with a `shared_prompt`.
+
+A mixer is found by what it can do and not by its name: it has a number among the layers and a depthwise convolution, and its
+forward pass takes a cache. Its class is replaced by one that hands the pass to `shared_prompt.recur` (attention/recurrent.py) and
+is the old one without a shared prompt. What a mixer of a new kind then computes is compared with the model's own forward pass
+before it is used, like everything else (forward_check.py).
+"""
+
+import inspect
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_tasks.attention.recurrent import RecurrentStates
+from grpo_tasks.attention.shared_prompt import SharedPrompt, use_shared_prompts
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.lean_layers import subclass_of
+
+
+def share_prompts(model: CausalLM) -> None:
+    """Let attention and mixers of a model follow the `shared_prompt` of a pass from now on, in place; as before without one."""
+    causal = causal_model(model)
+    use_shared_prompts(causal)
+    for parent in list(causal.modules()):
+        found = [child for child in parent.children() if not isinstance(child, RecurrentLayer) and _is_mixer(child)]
+        for mixer in found:
+            mixer.__class__ = subclass_of(type(mixer), RecurrentLayer, cache_argument=_cache_argument(type(mixer)))
+        if found:
+            # Hooks of the layer around the mixer, because only some hand their arguments on. With gradient checkpointing the
+            # layer runs again in the backward pass, and so do they.
+            parent.register_forward_pre_hook(_begin, with_kwargs=True)
+            parent.register_forward_hook(_end, always_call=True)
+
+
+@cache
+def _cache_argument(kind: type) -> str | None:
+    """The name of the argument that takes the cache; None for a class without one, or without a mask."""
+    names = inspect.signature(kind.forward).parameters if hasattr(kind, "forward") else {}
+    found = [name for name in ("cache_params", "past_key_values") if name in names]
+    return found[0] if found and "attention_mask" in names else None
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    if not hasattr(module, "layer_idx") or _cache_argument(type(module)) is None:
+        return False
+    return any(isinstance(child, nn.Conv1d) and child.groups == child.in_channels > 1 for child in module.children())
+
+
+def recurrent_layers(model: CausalLM) -> dict[int, nn.Module]:
+    """The mixers of a model that `share_prompts` has found, by their numbers among the layers."""
+    return {module.layer_idx: module for module in causal_model(model).modules() if isinstance(module, RecurrentLayer)}
+
+
+# The compiler would compile the layer again for each pass, whose index tensors differ.
+@torch.compiler.disable
+def _begin(layer: nn.Module, _: tuple[Any, ...], options: dict[str, Any]) -> None:
+    _hand_over(layer, options.get("shared_prompt"))
+
+
+@torch.compiler.disable
+def _end(layer: nn.Module, *_: Any) -> None:
+    _hand_over(layer, None)
+
+
+def _hand_over(layer: nn.Module, shared_prompt: SharedPrompt | None) -> None:
+    for child in layer.children():
+        if isinstance(child, RecurrentLayer):
+            child.shared_prompt = shared_prompt
+
+
+class RecurrentLayer:
+    """A mixer that reads its prompt's state."""
+
+    shared_prompt: SharedPrompt | None = None
+    layer_idx: int
+    cache_argument: str
+
+    @torch.compiler.disable
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The mixer of tokens [N, T, H]; with a shared prompt their order and their states are its own."""
+        own = super().forward  # type: ignore[misc]
+        if self.shared_prompt is None:
+            alone: Tensor = own(hidden_states, *args, **kwargs)
+            return alone
+        mixed: Tensor = self.shared_prompt.recur(self.layer_idx, partial(_mix, own, self.cache_argument), hidden_states)
+        return mixed
+
+
+def _mix(forward: Any, name: str, rows: Tensor, states: RecurrentStates, mask: Tensor | None) -> Tensor:
+    mixed: Tensor = forward(rows, **{name: states, "attention_mask": mask})
+    return mixed
