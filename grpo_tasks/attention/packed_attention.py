@@ -6,6 +6,7 @@ everything else  scaled dot-product attention with a mask over [prompt | own] (`
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ class PackedAttention:
         # Made by the first layer, for all layers of the pass.
         self._masks: dict[tuple[int | None, bool], Masks] = {}
         self._sequences: Sequences | None = None
-        self._beginnings: Beginnings | None = None
 
     def attend(
         self,
@@ -67,9 +67,12 @@ class PackedAttention:
 
     def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:  # noqa: ARG002
         """See `SharedPrompt`."""
-        if self._beginnings is None:
-            self._beginnings = Beginnings(self.row)
-        return mix_packed(self.row, self._beginnings, mixer, hidden)
+        return mix_packed(self.row, self.beginnings, mixer, hidden)
+
+    @cached_property
+    def beginnings(self) -> Beginnings:
+        """How layers with a state of their own read the prompts."""
+        return Beginnings(self.row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,11 @@ class RecurrentStates:
             # A projection with a bias is not 0 at padding.
             inputs = inputs.masked_fill(self._blank[:, None], 0.0)
         if self._continues:
-            before = self.conv_states[state_idx]
-            both = torch.cat([before.to(inputs.dtype), inputs], dim=-1)
+            both = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
         else:
             assert conv_kernel_size is not None
             both = functional.pad(inputs, (conv_kernel_size, 0))
-        width = self.conv_states[state_idx].shape[-1] if self._continues else conv_kernel_size
-        self.conv_states[state_idx] = both[..., -width:]
+            self.conv_states[state_idx] = both[..., -conv_kernel_size:]
         return both
 
     def update_recurrent_state(self, states: Float[Tensor, "N ..."], layer_idx: int, *, state_idx: int = 0, **_: Any) -> Tensor:  # noqa: ARG002
@@ -98,19 +96,24 @@ class Beginnings:
         """Slots that hold a token, in the order of the row."""
 
 
-def mix_packed(row: PackedRow, beginnings: Beginnings, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
-    """The outputs of a mixer for each token of a packed row, as if each completion stood alone behind its prompt."""
+def mix_prompts(
+    beginnings: Beginnings, mixer: Mixer, hidden: Float[Tensor, "1 L H"]
+) -> tuple[Float[Tensor, "A H"], RecurrentStates]:
+    """The outputs of a mixer for the A tokens of the prompts, and its states at their ends."""
     mask = beginnings.mask
     states = RecurrentStates(blank=None if mask is None else ~mask)
-    outputs = mixer(hidden[0][beginnings.index], states, mask)  # [P, S, H]
-    tokens = outputs.flatten(0, 1)
-    parts = [tokens if mask is None else tokens.index_select(0, beginnings.filled)]
-    if row.own is not None:
-        own = row.own.read(hidden[:, None])[:, 0]  # [1, 1, L, H] -> [N, 1, T, H] -> [N, T, H]
-        if own.shape[1] == 1:
-            # For one token mixers take a kernel for decoding, which has no gradient.
-            own = functional.pad(own, (0, 0, 0, 1))
-        outputs = mixer(own, states.select(row.prompt_of), None)[:, : row.own.width]
-        tokens = outputs.flatten(0, 1)
-        parts.append(tokens if row.own.dense else tokens.index_select(0, row.own.filled))
-    return torch.cat(parts)[None]
+    tokens = mixer(hidden[0][beginnings.index], states, mask).flatten(0, 1)  # [P, S, H] -> [P S, H]
+    return tokens if mask is None else tokens.index_select(0, beginnings.filled), states
+
+
+def mix_packed(row: PackedRow, beginnings: Beginnings, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
+    """The outputs of a mixer for each token of a packed row, as if each completion stood alone behind its prompt."""
+    prompts, states = mix_prompts(beginnings, mixer, hidden)
+    if row.own is None:
+        return prompts[None]
+    own = row.own.read(hidden[:, None])[:, 0]  # [1, 1, L, H] -> [N, 1, T, H] -> [N, T, H]
+    if own.shape[1] == 1:
+        # For one token mixers take a kernel for decoding, which has no gradient.
+        own = functional.pad(own, (0, 0, 0, 1))
+    tokens = mixer(own, states.select(row.prompt_of), None)[:, : row.own.width].flatten(0, 1)
+    return torch.cat([prompts, tokens if row.own.dense else tokens.index_select(0, row.own.filled)])[None]

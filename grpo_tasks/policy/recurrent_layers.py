@@ -11,11 +11,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from grpo_tasks.attention.recurrent import RecurrentStates
-from grpo_tasks.attention.shared_prompt import SharedPrompt, use_shared_prompts
-from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.attention.recurrent import RecurrentStates, mix_prompts
+from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, SharedPrompt, no_mask, use_shared_prompts
+from grpo_tasks.policy.batch import TokenBatch, position_ids
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.lean_layers import subclass_of
 
 
@@ -51,6 +54,46 @@ def _is_mixer(module: nn.Module) -> bool:
 def recurrent_layers(model: CausalLM) -> dict[int, nn.Module]:
     """The mixers of a model that `share_prompts` has found, by their numbers among the layers."""
     return {module.layer_idx: module for module in causal_model(model).modules() if isinstance(module, RecurrentLayer)}
+
+
+class Contexts(PackedAttention):
+    """Takes what decoding continues from out of a pass over a packed row of contexts: prompts without their last token."""
+
+    def __init__(self, row: PackedRow) -> None:
+        # The hidden states after the last layer are not read; one is computed, because none at all is a shape of its own.
+        super().__init__(row, torch.zeros(1, dtype=torch.long, device=row.device), last_layer=-1)
+        self.keys: dict[int, Float[Tensor, "P K S _"]] = {}
+        """Of each layer with attention, padded on the right."""
+        self.values: dict[int, Float[Tensor, "P K S _"]] = {}
+        self.states: dict[int, RecurrentStates] = {}
+        """Of each layer with a state, at the end of each context."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """See `SharedPrompt`."""
+        # Decoding reads them at every step, so they are brought into its order once.
+        self.keys[layer], self.values[layer] = (self.row.prompts.read(given).contiguous() for given in (key, value))
+        return super().attend(layer, query, key, value, scale, window)
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
+        """See `SharedPrompt`."""
+        outputs, self.states[layer] = mix_prompts(self.beginnings, mixer, hidden)
+        return outputs[None]
+
+
+def encode_contexts(model: CausalLM, batch: TokenBatch) -> Contexts:
+    """Keys, values and states of each prompt without its last token, computed as one row."""
+    share_prompts(model)
+    mask = batch.context_mask
+    lengths = [length - 1 for length in batch.packed.stem_lengths]
+    contexts = Contexts(PackedRow(lengths, [], [], mask.device))
+    decoder_of(model)(
+        input_ids=batch.context_ids[mask][None],
+        position_ids=position_ids(mask)[mask][None],
+        attention_mask=no_mask(mask.device),
+        use_cache=False,
+        shared_prompt=contexts,
+    )
+    return contexts
 
 
 # The compiler would compile the layer again for each pass, whose index tensors differ.
