@@ -7,19 +7,25 @@ before it is used, like everything else (forward_check.py).
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.attention.recurrent import RecurrentStates, mix_prompts
 from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, SharedPrompt, no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch, position_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
-from grpo_tasks.policy.lean_layers import subclass_of
+from grpo_tasks.policy.lean_layers import published_class, subclass_of
+
+SCAN = "mamba_selective_scan"
+"""What transformers calls the scan of Mamba 1, in every model that has it."""
 
 
 def share_prompts(model: CausalLM) -> None:
@@ -49,6 +55,23 @@ def _is_mixer(module: nn.Module) -> bool:
     if not hasattr(module, "layer_idx") or _cache_argument(type(module)) is None:
         return False
     return any(isinstance(child, nn.Conv1d) and child.groups == child.in_channels > 1 for child in module.children())
+
+
+def mixer_kernels(model: CausalLM) -> str:
+    """By which packages the layers with a state compute, for people; empty for a model without such layers."""
+    found: dict[str, set[str]] = {}
+    for module in causal_model(model).modules():
+        if not isinstance(module, RecurrentLayer) and not _is_mixer(module):
+            continue
+        mixer = inspect.unwrap(published_class(module).forward)
+        for name in mixer.__code__.co_names:
+            function = mixer.__globals__.get(name)
+            # transformers chooses between a package and torch when it is imported, and keeps its choice in a closure.
+            kept = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+            if "is_new_implementation" in kept:
+                package = kept["package"] if kept["is_new_implementation"] else f"torch, without {kept['package']}"
+                found.setdefault(package, set()).add(kept["func_name"])
+    return "; ".join(f"{', '.join(sorted(names))} by {package}" for package, names in sorted(found.items()))
 
 
 def recurrent_layers(model: CausalLM) -> dict[int, nn.Module]:
@@ -132,5 +155,44 @@ class RecurrentLayer:
 
 
 def _mix(forward: Any, name: str, rows: Tensor, states: RecurrentStates, mask: Tensor | None) -> Tensor:
+    function = inspect.unwrap(forward.__func__)
+    if SCAN in function.__code__.co_names:
+        # The mixer as it is, but for the meaning of one name in it.
+        names = function.__globals__ | {SCAN: partial(_scan, function.__globals__[SCAN], states)}
+        copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+        forward = MethodType(copied, forward.__self__)
     mixed: Tensor = forward(rows, **{name: states, "attention_mask": mask})
     return mixed
+
+
+def _scan(
+    scan: Callable[..., Any],
+    states: RecurrentStates,
+    hidden: Float[Tensor, "N I T"],
+    dt: Float[Tensor, "N I T"],
+    a: Float[Tensor, "I n"],
+    b: Float[Tensor, "N n T"],
+    c: Float[Tensor, "N n T"],
+    *,
+    z: Float[Tensor, "N I T"],
+    delta_bias: Float[Tensor, " I"],
+    **options: Any,
+) -> tuple[Float[Tensor, "N I T"], Float[Tensor, "N I n"]]:
+    """The scan of Mamba 1 (arXiv:2312.00752) from a state, or to a state that has gradients; its outputs and a state.
+
+    transformers' scan begins with nothing, and its kernel gives the last state no gradients. The state obeys
+    h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t, so what is left of h_0 after t tokens is exp(A s_t) h_0 with the sum s_t of dt.
+    """
+    outputs, _ = scan(hidden, dt, a, b, c, z=z, delta_bias=delta_bias, **options)
+    steps = functional.softplus(dt.float() + delta_bias[:, None])
+    passed = steps.cumsum(-1)  # [N, I, T]
+    # One number of the state after the other: all of them at once take n times the memory of the outputs.
+    if states.has_previous_state():
+        first, left = states.recurrent_states[0].float(), torch.zeros_like(passed)
+        for at in range(a.shape[1]):
+            left = left + (a[:, at, None] * passed).exp() * first[:, :, at, None] * c[:, None, at].float()
+        # The state after a completion is not read, so any will do.
+        return outputs + (left * functional.silu(z.float())).to(outputs.dtype), first
+    taken, remaining = steps * hidden.float(), passed[..., -1:] - passed
+    ends = [((a[:, at, None] * remaining).exp() * taken * b[:, None, at].float()).sum(-1) for at in range(a.shape[1])]
+    return outputs, torch.stack(ends, dim=-1)

@@ -1,0 +1,125 @@
+"""Layers with a state of their own over a packed row, against transformers' own forward pass of every completion alone."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_tasks.attention.recurrent import RecurrentStates
+from grpo_tasks.policy.load import checkpoint_layers, new_policy
+from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.recurrent_layers import recurrent_layers, share_prompts
+from schemas.config.model import ModelConfig
+from tests.attention.test_packed_attention import BATCHES, LATE, assert_same, results, wanted_of
+from tests.zoo.build import config
+from tests.zoo.kinds import ZOO
+
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h", "jamba")
+KINDS = ("qwen3_next", "lfm2", "bamba", "jamba")
+"""One model for each kind of mixer: Gated DeltaNet, short convolution, Mamba 2, Mamba 1."""
+
+
+def hybrid(name, **changes):
+    """A tiny random model of two layers with a state and two with attention, whose states matter."""
+    torch.manual_seed(0)
+    kind, tiny = ZOO[name]
+    model = AutoModelForCausalLM.from_config(config(kind, tiny | changes), dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.08)
+            elif parameter_name.endswith("conv1d.bias"):
+                # A bias makes something of padding.
+                parameter.normal_(0, 0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_scores_as_one_completion_at_a_time(name):
+    model = hybrid(name)
+    batch, wanted = wanted_of(model, "mixed lengths")
+    # As the trainer runs it: some mixers have another way in training.
+    assert_same(results(model.train(), batch, "packed"), wanted)
+    assert len(recurrent_layers(model)) >= 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "mixed lengths"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_shape_of_batch_is_right(name, kind):
+    model = hybrid(name)
+    batch, wanted = wanted_of(model, kind)
+    assert_same(results(model.train(), batch, "packed"), wanted)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mixer_computes_a_prompt_once_for_all_completions(name, monkeypatch):
+    model = hybrid(name)
+    share_prompts(model)
+    [mixer, *_] = recurrent_layers(model).values()
+    shapes, forward = [], type(mixer).replaced.forward
+
+    def counting(self, hidden_states, *args, **kwargs):
+        shapes.append(tuple(hidden_states.shape[:2]))
+        return forward(self, hidden_states, *args, **kwargs)
+
+    counting.__wrapped__ = forward
+    batch, _ = wanted_of(model, "equal lengths")
+    monkeypatch.setattr(type(mixer).replaced, "forward", counting)
+    with torch.no_grad():
+        completion_logprobs(model, batch, temperature=1.0)
+    # Two prompts of 12 tokens, four completions of 6, whose last token predicts nothing.
+    assert set(shapes) == {(2, 12), (4, 5)} if name != "jamba" else {(2, 12)} <= set(shapes)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradient_checkpointing_changes_no_bit(name):
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        policy = new_policy(hybrid(name).requires_grad_(False), ModelConfig()).train()
+        for parameter_name, parameter in policy.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        if checkpointed:
+            checkpoint_layers(policy)
+        batch, _ = wanted_of(hybrid("lfm2"), LATE)
+        completion_logprobs(policy, batch, temperature=1.0).logps.square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.named_parameters() if parameter.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert all(grad.any() for grad in gradients[0].values())
+
+
+@pytest.mark.parametrize("forgotten", ["conv_states", "recurrent_states"])
+def test_a_forgotten_state_shows(forgotten, monkeypatch):
+    model = hybrid("qwen3_next")
+    batch, wanted = wanted_of(model, "mixed lengths")
+    select = RecurrentStates.select
+
+    def forgetful(self, rows):
+        chosen = select(self, rows)
+        setattr(chosen, forgotten, {at: torch.zeros_like(state) for at, state in getattr(chosen, forgotten).items()})
+        return chosen
+
+    monkeypatch.setattr(RecurrentStates, "select", forgetful)
+    with pytest.raises(AssertionError):
+        assert_same(results(model, batch, "packed"), wanted)
+
+
+def test_without_a_shared_prompt_a_model_is_as_before():
+    model = hybrid("bamba")
+    ids = torch.arange(5, 25)[None]
+    before = model(input_ids=ids).logits
+    share_prompts(model)
+    share_prompts(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    # A copy for sampling has mixers and hooks of its own.
+    twin = copy.deepcopy(model)
+    assert all(twin_mixer is not mixer for twin_mixer, mixer in zip(*map(mixers, (twin, model)), strict=True))
+    [layer, *_] = [module for module in twin.modules() if len(module._forward_pre_hooks) > 0]
+    assert len(layer._forward_pre_hooks) == 1
+
+
+def mixers(model):
+    return recurrent_layers(model).values()
