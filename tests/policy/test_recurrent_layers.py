@@ -21,7 +21,7 @@ KINDS = ("qwen3_next", "lfm2", "bamba", "jamba")
 
 
 def hybrid(name, **changes):
-    """A tiny random model of two layers with a state and two with attention, whose states matter."""
+    """A tiny random model of layers with a state and layers with attention, whose states matter."""
     torch.manual_seed(0)
     kind, tiny = ZOO[name]
     model = AutoModelForCausalLM.from_config(config(kind, tiny | changes), dtype=torch.float32, attn_implementation="sdpa")
@@ -41,7 +41,7 @@ def test_a_hybrid_scores_as_one_completion_at_a_time(name):
     batch, wanted = wanted_of(model, "mixed lengths")
     # As the trainer runs it: some mixers have another way in training.
     assert_same(results(model.train(), batch, "packed"), wanted)
-    assert len(recurrent_layers(model)) >= 2
+    assert len(recurrent_layers(model)) >= 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "mixed lengths"])
@@ -53,23 +53,18 @@ def test_every_shape_of_batch_is_right(name, kind):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_mixer_computes_a_prompt_once_for_all_completions(name, monkeypatch):
+def test_a_mixer_computes_a_prompt_once_for_all_completions(name):
     model = hybrid(name)
+    batch, _ = wanted_of(model, "equal lengths")
     share_prompts(model)
     [mixer, *_] = recurrent_layers(model).values()
-    shapes, forward = [], type(mixer).replaced.forward
-
-    def counting(self, hidden_states, *args, **kwargs):
-        shapes.append(tuple(hidden_states.shape[:2]))
-        return forward(self, hidden_states, *args, **kwargs)
-
-    counting.__wrapped__ = forward
-    batch, _ = wanted_of(model, "equal lengths")
-    monkeypatch.setattr(type(mixer).replaced, "forward", counting)
+    projection = next(child for child_name, child in mixer.named_children() if "in_proj" in child_name)
+    shapes = []
+    projection.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape[:2])))
     with torch.no_grad():
         completion_logprobs(model, batch, temperature=1.0)
     # Two prompts of 12 tokens, four completions of 6, whose last token predicts nothing.
-    assert set(shapes) == {(2, 12), (4, 5)} if name != "jamba" else {(2, 12)} <= set(shapes)
+    assert shapes == [(2, 12), (4, 5)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -117,8 +112,7 @@ def test_without_a_shared_prompt_a_model_is_as_before():
     # A copy for sampling has mixers and hooks of its own.
     twin = copy.deepcopy(model)
     assert all(twin_mixer is not mixer for twin_mixer, mixer in zip(*map(mixers, (twin, model)), strict=True))
-    [layer, *_] = [module for module in twin.modules() if len(module._forward_pre_hooks) > 0]
-    assert len(layer._forward_pre_hooks) == 1
+    assert max(len(module._forward_pre_hooks) for module in twin.modules()) == 1
 
 
 def mixers(model):
