@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.content.tokenizer import end_token_ids
@@ -253,10 +253,9 @@ class SharedPromptState:
         share_prompts(model)
         recurrent = recurrent_layers(model)
         layers = DynamicCache(config=causal_model(model).config).layers
-        if any(
-            type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and number not in recurrent
-            for number, layer in enumerate(layers)
-        ):
+        # transformers has states for layers without attention too (Nemotron-H), which remember nothing.
+        known = (DynamicLayer, DynamicSlidingWindowLayer)
+        if any(type(layer) not in known and not (recurrent and isinstance(layer, LinearAttentionLayer)) for layer in layers):
             raise UnsupportedError("layers with more to remember than keys and values")
         lengths, prompt_of = [length - 1 for length in prompts.packed.stem_lengths], prompts.prompt_of.tolist()
         if recurrent:
