@@ -8,7 +8,7 @@ before it is used, like everything else (forward_check.py).
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,11 +27,17 @@ from grpo_tasks.policy.lean_layers import published_class, subclass_of
 SCAN = "mamba_selective_scan"
 """What transformers calls the scan of Mamba 1, in every model that has it."""
 
+_DONE = "_mixers_share_prompts"
+"""Attribute of a model whose mixers have been found. A copy of the model has it, and their classes and hooks."""
+
 
 def share_prompts(model: CausalLM) -> None:
     """Let attention and mixers of a model follow the `shared_prompt` of a pass from now on, in place; as before without one."""
     causal = causal_model(model)
     use_shared_prompts(causal)
+    if getattr(causal, _DONE, False):
+        return  # each pass begins here, and a walk through all modules costs as much as a layer of a small model
+    setattr(causal, _DONE, True)
     for parent in list(causal.modules()):
         found = [child for child in parent.children() if not isinstance(child, RecurrentLayer) and _is_mixer(child)]
         for mixer in found:
@@ -43,10 +49,9 @@ def share_prompts(model: CausalLM) -> None:
             parent.register_forward_hook(_end, always_call=True)
 
 
-@cache
-def _cache_argument(kind: type) -> str | None:
+def _cache_argument(kind: type[nn.Module]) -> str | None:
     """The name of the argument that takes the cache; None for a class without one, or without a mask."""
-    names = inspect.signature(kind.forward).parameters if hasattr(kind, "forward") else {}
+    names = inspect.signature(kind.forward).parameters
     found = [name for name in ("cache_params", "past_key_values") if name in names]
     return found[0] if found and "attention_mask" in names else None
 
@@ -63,7 +68,8 @@ def mixer_kernels(model: CausalLM) -> str:
     for module in causal_model(model).modules():
         if not isinstance(module, RecurrentLayer) and not _is_mixer(module):
             continue
-        mixer = inspect.unwrap(published_class(module).forward)
+        kind: Any = published_class(module)
+        mixer = inspect.unwrap(kind.forward)
         for name in mixer.__code__.co_names:
             function = mixer.__globals__.get(name)
             # transformers chooses between a package and torch when it is imported, and keeps its choice in a closure.
@@ -74,7 +80,7 @@ def mixer_kernels(model: CausalLM) -> str:
     return "; ".join(f"{', '.join(sorted(names))} by {package}" for package, names in sorted(found.items()))
 
 
-def recurrent_layers(model: CausalLM) -> dict[int, nn.Module]:
+def recurrent_layers(model: CausalLM) -> "dict[int, RecurrentLayer]":
     """The mixers of a model that `share_prompts` has found, by their numbers among the layers."""
     return {module.layer_idx: module for module in causal_model(model).modules() if isinstance(module, RecurrentLayer)}
 

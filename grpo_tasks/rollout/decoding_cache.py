@@ -236,7 +236,11 @@ class DecodingCache:
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
         for layer, states in self._states.items():
-            states.replace(lambda name, state, layer=layer: self._placed(f"{name} {layer}", change(state)))
+
+            def changed(name: str, state: Tensor, layer: int = layer) -> Tensor:
+                return self._placed(f"{name} {layer}", change(state))
+
+            states.replace(changed)
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self._place is None else self._place(name, tensor)
