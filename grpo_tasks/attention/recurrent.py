@@ -10,6 +10,7 @@ prompt's state is the sum over its completions. Nothing outlives a call, so grad
 Prompts have their padding on the left, where a state is still zero, and completions on the right, where nobody reads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from grpo_tasks.attention.shared_prompt import Mixer, PackedRow
+from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, Spans
 from grpo_tasks.kit.pinned import moved
 
 
@@ -74,46 +75,69 @@ class RecurrentStates:
         self.recurrent_states[state_idx] = states
         return states
 
-    def select(self, rows: Int[Tensor, " M"]) -> "RecurrentStates":
-        """What M new rows begin with: copies of the states of these rows."""
-        chosen = RecurrentStates(continues=True)
-        chosen.conv_states = {at: state.index_select(0, rows) for at, state in self.conv_states.items()}
-        chosen.recurrent_states = {at: state.index_select(0, rows) for at, state in self.recurrent_states.items()}
-        return chosen
+    def begin(self, take: Callable[[Tensor], Tensor]) -> "RecurrentStates":
+        """What rows begin with that `take` makes of each state [P, ...]."""
+        begun = RecurrentStates(continues=True)
+        begun.conv_states = {at: take(state) for at, state in self.conv_states.items()}
+        begun.recurrent_states = {at: take(state) for at, state in self.recurrent_states.items()}
+        return begun
 
 
 class Beginnings:
-    """The prompts of a row as [P, S], each behind its padding, so that all of them end in the last column."""
+    """The P prompts of a row as [P, S], each behind its padding, so that all of them end in the last column."""
 
     def __init__(self, row: PackedRow) -> None:
         sizes = torch.tensor(row.prompt_lengths)[:, None]  # [P, 1]
-        columns = torch.arange(int(sizes.max())) - (sizes.max() - sizes)  # [P, S], negative at padding
-        real = columns >= 0
-        self.index = moved((sizes.cumsum(0) - sizes + columns).clamp(min=0), row.device)  # [P, S]
+        self.width = int(sizes.max())
+        real = torch.arange(self.width) >= self.width - sizes  # [P, S]
         self.mask = None if bool(real.all()) else moved(real, row.device)
         """False at padding; None without any."""
         self.filled = moved(real.flatten().nonzero().squeeze(1), row.device)
         """Slots that hold a token, in the order of the row."""
+        self._count = len(sizes)
+
+    def __len__(self) -> int:
+        return self._count
 
 
 def mix_prompts(
-    beginnings: Beginnings, mixer: Mixer, hidden: Float[Tensor, "1 L H"]
+    beginnings: Beginnings, mixer: Mixer, tokens: Float[Tensor, "A H"]
 ) -> tuple[Float[Tensor, "A H"], RecurrentStates]:
-    """The outputs of a mixer for the A tokens of the prompts, and its states at their ends."""
+    """The outputs of a mixer for the tokens of the prompts, and its states at their ends."""
     mask = beginnings.mask
     states = RecurrentStates(blank=None if mask is None else ~mask)
-    tokens = mixer(hidden[0][beginnings.index], states, mask).flatten(0, 1)  # [P, S, H] -> [P S, H]
-    return tokens if mask is None else tokens.index_select(0, beginnings.filled), states
+    outputs = mixer(_in_slots(tokens, beginnings), states, mask)  # [P, S, H]
+    return _out_of_slots(outputs, beginnings), states
 
 
 def mix_packed(row: PackedRow, beginnings: Beginnings, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
     """The outputs of a mixer for each token of a packed row, as if each completion stood alone behind its prompt."""
-    prompts, states = mix_prompts(beginnings, mixer, hidden)
-    if row.own is None:
+    prompts, states = mix_prompts(beginnings, mixer, hidden[0, : len(beginnings.filled)])
+    if row.own is None or row.groups is None:
         return prompts[None]
-    own = row.own.read(hidden[:, None])[:, 0]  # [1, 1, L, H] -> [N, 1, T, H] -> [N, T, H]
-    if own.shape[1] == 1:
+    groups, width = row.groups, row.own.width
+
+    def of_prompt(state: Float[Tensor, "P ..."]) -> Float[Tensor, "N ..."]:
+        # Not an index that repeats prompts, whose gradient has no fixed order of its sum on a GPU.
+        each = state[:, None].expand(-1, groups.width, *state.shape[1:]).flatten(0, 1)
+        return each if groups.slots is None else each.index_select(0, groups.slots)
+
+    own = _in_slots(hidden[0, len(beginnings.filled) :], row.own)  # [N, T, H]
+    if width == 1:
         # For one token mixers take a kernel for decoding, which has no gradient.
         own = functional.pad(own, (0, 0, 0, 1))
-    tokens = mixer(own, states.select(row.prompt_of), None)[:, : row.own.width].flatten(0, 1)
-    return torch.cat([prompts, tokens if row.own.dense else tokens.index_select(0, row.own.filled)])[None]
+    outputs = mixer(own, states.begin(of_prompt), None)[:, :width]
+    return torch.cat([prompts, _out_of_slots(outputs, row.own)])[None]
+
+
+def _in_slots(tokens: Float[Tensor, "M H"], spans: Beginnings | Spans) -> Float[Tensor, "R W H"]:
+    """The tokens of the spans in their slots, and zeros in the others."""
+    size = len(spans) * spans.width
+    if len(tokens) < size:
+        tokens = tokens.new_zeros(size, tokens.shape[1]).index_copy(0, spans.filled, tokens)
+    return tokens.unflatten(0, (len(spans), spans.width))
+
+
+def _out_of_slots(outputs: Float[Tensor, "R W H"], spans: Beginnings | Spans) -> Float[Tensor, "M H"]:
+    tokens = outputs.flatten(0, 1)
+    return tokens if len(spans.filled) == len(tokens) else tokens.index_select(0, spans.filled)

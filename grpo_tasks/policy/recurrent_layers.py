@@ -105,7 +105,7 @@ class Contexts(PackedAttention):
 
     def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
         """See `SharedPrompt`."""
-        outputs, self.states[layer] = mix_prompts(self.beginnings, mixer, hidden)
+        outputs, self.states[layer] = mix_prompts(self.beginnings, mixer, hidden[0])
         return outputs[None]
 
 

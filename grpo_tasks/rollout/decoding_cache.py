@@ -252,8 +252,8 @@ class StepStates(RecurrentStates):
     def __init__(self, prompts: RecurrentStates, rows: Int[Tensor, " N"]) -> None:
         """Each row begins with a copy of the state of its prompt."""
         super().__init__(continues=True)
-        chosen = prompts.select(rows)
-        self.conv_states, self.recurrent_states = chosen.conv_states, chosen.recurrent_states
+        begun = prompts.begin(lambda state: state.index_select(0, rows))
+        self.conv_states, self.recurrent_states = begun.conv_states, begun.recurrent_states
 
     def tensors(self) -> list[Tensor]:
         """All states."""

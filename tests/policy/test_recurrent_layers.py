@@ -1,19 +1,24 @@
 """Layers with a state of their own over a packed row, against transformers' own forward pass of every completion alone."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.jamba import modeling_jamba
 
 from grpo_tasks.attention.recurrent import RecurrentStates
 from grpo_tasks.policy.load import checkpoint_layers, new_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.recurrent_layers import recurrent_layers, share_prompts
+from grpo_tasks.policy.recurrent_layers import mixer_kernels, recurrent_layers, share_prompts
 from schemas.config.model import ModelConfig
+from schemas.errors import Notice
+from schemas.results.model import ModelRef
 from tests.attention.test_packed_attention import BATCHES, LATE, assert_same, results, wanted_of
 from tests.zoo.build import config
 from tests.zoo.kinds import ZOO
+from tests.zoo.measure import scorer
 
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "granitemoehybrid", "bamba", "nemotron_h", "jamba")
 KINDS = ("qwen3_next", "lfm2", "bamba", "jamba")
@@ -90,16 +95,46 @@ def test_gradient_checkpointing_changes_no_bit(name):
 def test_a_forgotten_state_shows(forgotten, monkeypatch):
     model = hybrid("qwen3_next")
     batch, wanted = wanted_of(model, "mixed lengths")
-    select = RecurrentStates.select
+    begin = RecurrentStates.begin
 
-    def forgetful(self, rows):
-        chosen = select(self, rows)
-        setattr(chosen, forgotten, {at: torch.zeros_like(state) for at, state in getattr(chosen, forgotten).items()})
-        return chosen
+    def forgetful(self, take):
+        begun = begin(self, take)
+        setattr(begun, forgotten, {at: torch.zeros_like(state) for at, state in getattr(begun, forgotten).items()})
+        return begun
 
-    monkeypatch.setattr(RecurrentStates, "select", forgetful)
+    monkeypatch.setattr(RecurrentStates, "begin", forgetful)
     with pytest.raises(AssertionError):
         assert_same(results(model, batch, "packed"), wanted)
+
+
+def test_a_kernel_whose_last_state_has_no_gradient_is_not_trusted_with_it(monkeypatch):
+    scan = modeling_jamba.mamba_selective_scan
+
+    def kernel(*args, **kwargs):
+        outputs, last = scan(*args, **kwargs)
+        return outputs, last.detach()
+
+    model = hybrid("jamba")
+    batch, wanted = wanted_of(model, "mixed lengths")
+    monkeypatch.setattr(modeling_jamba, "mamba_selective_scan", kernel)
+    assert_same(results(model, batch, "packed"), wanted)
+
+
+def test_a_trainer_whose_states_are_lost_trains_in_the_slow_way(monkeypatch):
+    policy = new_policy(hybrid("lfm2").requires_grad_(False), ModelConfig())
+    monkeypatch.setattr(RecurrentStates, "begin", lambda *_: RecurrentStates(continues=True))
+    with pytest.warns(Notice, match="encoded once for all"):
+        scorer(policy, ModelRef(path="none"), ModelConfig(path="none"))()
+
+
+def test_the_kernels_of_mixers_are_named():
+    named = mixer_kernels(hybrid("qwen3_next"))
+    assert "chunk_gated_delta_rule" in named
+    assert "causal_conv1d_fn" in named
+    if find_spec("fla") is None and find_spec("causal_conv1d") is None:
+        assert "by torch, without fla" in named
+        assert "by torch, without causal_conv1d" in named
+    assert mixer_kernels(AutoModelForCausalLM.from_config(config(*ZOO["qwen2"]))) == ""
 
 
 def test_without_a_shared_prompt_a_model_is_as_before():
