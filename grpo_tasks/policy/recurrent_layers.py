@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -83,6 +83,19 @@ def mixer_kernels(model: CausalLM) -> str:
 def recurrent_layers(model: CausalLM) -> "dict[int, RecurrentLayer]":
     """The mixers of a model that `share_prompts` has found, by their numbers among the layers."""
     return {module.layer_idx: module for module in causal_model(model).modules() if isinstance(module, RecurrentLayer)}
+
+
+@torch.no_grad()
+def state_bytes(model: CausalLM) -> int:
+    """Bytes of the states of one row, of all layers; works on a model without weights."""
+    share_prompts(model)
+    total, width = 0, causal_model(model).config.get_text_config().hidden_size
+    for mixer in recurrent_layers(model).values():
+        states, module = RecurrentStates(), cast(nn.Module, mixer)
+        weight = next(module.parameters())
+        module(weight.new_zeros(1, 2, width), **{mixer.cache_argument: states})
+        total += sum(state.nbytes for state in (*states.conv_states.values(), *states.recurrent_states.values()))
+    return total
 
 
 class Contexts(PackedAttention):

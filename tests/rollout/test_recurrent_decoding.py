@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.recurrent_layers import state_bytes
 from grpo_tasks.rollout.decoding_cache import StepStates
 from grpo_tasks.rollout.decoding_loop import Buckets
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.graphs import Graphs
-from grpo_tasks.rollout.local import LocalEngine, RepeatedPromptState
+from grpo_tasks.rollout.local import LocalEngine, RepeatedPromptState, SharedPromptState
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import Notice
 from tests.benchmarks.count_decode import GPU
@@ -80,6 +82,16 @@ def test_a_prompts_state_is_computed_once_for_its_group(tokenizer, monkeypatch):
     engine.generate([Request(prompt, seed) for prompt in PROMPTS for seed in range(4)], sampling())
     # Three prompts, twelve completions, two layers with a state.
     assert shapes == [(3, 12)] * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_plan_knows_the_size_of_the_states(name):
+    model = hybrid(name)
+    batch = token_batch(PROMPTS, [[0]] * 6, [0, 0, 1, 1, 2, 2], device=torch.device("cpu"))
+    with torch.no_grad():
+        cache = SharedPromptState(model, batch).cache
+    held = sum(state.nbytes for states in cache._states.values() for state in states.tensors())
+    assert held == 6 * state_bytes(hybrid(name).to("meta")) > 0
 
 
 def test_a_state_that_stands_still_is_refused_for_the_slow_way(tokenizer, monkeypatch):
