@@ -57,6 +57,17 @@ def test_every_shape_of_batch_is_right(name, kind):
     assert_same(results(model.train(), batch, "packed"), wanted)
 
 
+@pytest.mark.parametrize(("name", "setting"), [("bamba", "mamba_proj_bias"), ("lfm2", "conv_bias"), ("jamba", "mamba_proj_bias")])
+def test_the_bias_of_a_projection_makes_nothing_of_padding(name, setting):
+    model = hybrid(name, **{setting: True})
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("in_proj.bias"):
+                parameter.normal_(0, 0.5)
+    batch, wanted = wanted_of(model, "mixed lengths")
+    assert_same(results(model.train(), batch, "packed"), wanted)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_mixer_computes_a_prompt_once_for_all_completions(name):
     model = hybrid(name)
