@@ -240,7 +240,7 @@ class DecodingCache:
             def changed(name: str, state: Tensor, layer: int = layer) -> Tensor:
                 return self._placed(f"{name} {layer}", change(state))
 
-            states.replace(changed)
+            states.move(changed)
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self._place is None else self._place(name, tensor)
@@ -259,7 +259,7 @@ class StepStates(RecurrentStates):
         """All states."""
         return [*self.conv_states.values(), *self.recurrent_states.values()]
 
-    def replace(self, change: Callable[[str, Tensor], Tensor]) -> None:
+    def move(self, change: Callable[[str, Tensor], Tensor]) -> None:
         """Put what `change` makes of each state, by its name, in its place."""
         self.conv_states = {at: change(f"conv {at}", state) for at, state in self.conv_states.items()}
         self.recurrent_states = {at: change(f"recurrent {at}", state) for at, state in self.recurrent_states.items()}

@@ -118,7 +118,7 @@ def test_a_forgotten_state_shows(forgotten, monkeypatch):
         assert_same(results(model, batch, "packed"), wanted)
 
 
-def test_a_kernel_whose_last_state_has_no_gradient_is_not_trusted_with_it(monkeypatch):
+def test_a_kernel_whose_last_state_has_no_gradient_costs_no_gradient(monkeypatch):
     scan = modeling_jamba.mamba_selective_scan
 
     def kernel(*args, **kwargs):
