@@ -343,6 +343,7 @@ def player(
         environments = EnvironmentPool(
             config,
             chat_template=tokenizer.chat_template,
+            response_template=tokenizer.response_template,
             reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
             # Where the template opens nothing, the turn alone says whether it begins inside a block.
             starts_inside=None if opened is None else True,
