@@ -16,8 +16,9 @@ def with_offered_tools(config: RunConfig) -> RunConfig:
     from grpo_tasks.data.chat_tokens import load_counter
 
     tokenizer = load_counter(config.model).tokenizer
-    templates = {"chat_template": tokenizer.chat_template, "response_template": tokenizer.response_template}
-    environments = EnvironmentPool(config.interaction, **templates)
+    environments = EnvironmentPool(
+        config.interaction, chat_template=tokenizer.chat_template, response_template=tokenizer.response_template
+    )
     try:
         return config.model_copy(update={"rollout": with_tools(config.rollout, environments.schemas())})
     finally:

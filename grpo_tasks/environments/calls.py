@@ -3,8 +3,8 @@
 families.py says where calls stand, and transformers reads each of them. This file finds them, keeps the bounds, and turns what
 cannot be read into a call with an error: the policy reads that as an answer, and it counts.
 
-Calls inside a reasoning block do not count, open or closed. Without a tag an object is a call only with arguments, with parameters
-or with the name of a tool: an answer may be JSON too.
+Calls inside a reasoning block do not count, open or closed. Without a tag an object is a call only with arguments, with
+parameters or with the name of a tool: an answer may be JSON too.
 """
 
 import json
@@ -30,13 +30,14 @@ END_MARKS = (
 MOST_CALLS = 1024
 """Calls read in one turn. Later ones are counted only."""
 MOST_DAMAGED = 64
-"""Calls of a turn that may turn out to be unreadable: each may cost a look through the whole turn. Those after them are counted only."""
+"""Unreadable calls of one turn, each of which may cost a look through all of it. Calls after them are counted only."""
 MAX_CALL_CHARS = 262_144
 MAX_DIALECT_CHARS = 32_768
 """Characters of a call in a dialect of JSON, which transformers reads in quadratic time."""
 MAX_ERROR_CHARS = 300
 READ_S = 5.0
-"""CPU seconds for the patterns of a response template in one turn: a stranger's need not end. Those of the families take less than one."""
+"""CPU seconds for the patterns in one turn: those of a stranger's response template need not end. Those of the families take less
+than one."""
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -82,7 +83,7 @@ def read_turn(
 ) -> ParsedTurn:
     """The calls of a turn, in their order.
 
-    `text` includes special tokens, and `tools` are the schemas of the tools: where a format writes arguments as text, they say what
+    `text` includes special tokens. `tools` are the schemas of the tools: where a format writes arguments as text, they say what
     becomes a number. `reasoning` names the tags around reasoning. `starts_inside`: whether the prompt ends inside a block of the
     first of these tags, which the template opened. None: it is so when the first of the tags in the text is a closing one.
     """

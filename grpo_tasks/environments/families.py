@@ -1,15 +1,15 @@
 """How the families of models write calls. Each has a name (`interaction.call_format`), marks in its chat templates and a writer.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>                             Qwen 2.5 and 3, Hermes
-    xml      <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen 3.5, Qwen3-Coder, Nemotron 3
+    xml      <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen 3.5, Qwen3-Coder, Nemotron
     glm      <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>        GLM 4.5 and later
     harmony  <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>    gpt-oss
     mistral  [TOOL_CALLS]NAME[ARGS]{...}, or [TOOL_CALLS] and a list as for hermes                Mistral, Ministral, Devstral
     llama    nothing but {"name": ..., "parameters": {...}}                                       Llama 3
     json     as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
 
-All but the last two are response templates, the declarative form that transformers reads replies by. Its parser
-(`transformers.utils.chat_parsing`) reads each call, from these or from the template that a tokenizer brings. calls.py reads turns.
+All but the last two are response templates, the declarative form by which transformers reads replies. Its parser
+(`transformers.utils.chat_parsing`) reads each call, by these or by the template that a tokenizer brings. calls.py reads turns.
 """
 
 import json
@@ -29,9 +29,9 @@ ReadFormat = Literal["hermes", "xml", "glm", "harmony", "mistral", "llama", "jso
 
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _HARMONY_NAME = r"to=functions\.(?P<name>[^\s<]{1,200}+)"
-# No pattern may take quadratic time: names are bounded, no repetition begins a pattern, and an argument that is not closed ends the
-# call. A name is optional, so that a call without one is a call with an error instead of text. A stop string may have replaced the
-# closing tag at the end.
+# No pattern may take quadratic time: names are bounded, no repetition begins a pattern, and an argument that is not closed
+# reaches to the end of the call. A name is optional, so that a call without one is a call with an error instead of text. A stop
+# string may have replaced the closing tag at the end.
 _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "hermes": {
         "tool_calls": {
@@ -133,7 +133,7 @@ def call_format_of(
 ) -> ReadFormat | CallFields:
     """The format that the configuration names, or (auto) the one of the tokenizer's response template, or of its chat template.
 
-    Raises `ConfigError` for a response template that is damaged, and for a chat template that asks for no format or an unknown one.
+    Raises `ConfigError` for a damaged response template, and for a chat template that asks for no format or an unknown one.
     """
     if call_format != "auto":
         return call_format
@@ -149,7 +149,7 @@ def call_format_of(
         return found
     mark = next((mark for mark in _FOREIGN if mark in chat_template), None)
     if mark is not None:
-        fix = "call_format: json, and say in the system prompt that a call is <tool_call>{JSON with name and arguments}</tool_call>"
+        fix = "call_format: json, and a system prompt that says: a call is <tool_call>{JSON with name and arguments}</tool_call>"
         raise ConfigError(f"the chat template of the model writes calls with {mark}, which is not read", place=place, fix=fix)
     fix = "use a model whose chat template shows tools, or describe them in the system prompt and set call_format: json"
     raise ConfigError("the chat template of the model does not show tools", place=place, fix=fix)

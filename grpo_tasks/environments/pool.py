@@ -193,8 +193,8 @@ class _Conversation:
 class EnvironmentPool:
     """Implements `Environments` (contract.py) with worker processes; a context manager.
 
-    `chat_template` is that of the model, or several by name, and `response_template` that of its tokenizer, if it has one: they name
-    the format of calls. `reasoning` and `starts_inside` are those of `read_turn` (calls.py), and `log` receives what the
+    `chat_template` is that of the model, or several by name, and `response_template` that of its tokenizer, if it has one: they
+    name the format of calls. `reasoning` and `starts_inside` are those of `read_turn` (calls.py), and `log` receives what the
     environments print.
     """
 

@@ -39,16 +39,22 @@ def check_interaction(
 ) -> list[LabCheck]:
     """The checks of the section `interaction`, with all training rows, at least one; empty where nothing answers the policy.
 
-    The model's `chat_template` and the `response_template` of its tokenizer name the format of calls, `count_tokens` counts prompts
-    after the former, and `completion` names the tags around reasoning, in which no call counts. `log` receives what tools and
+    The model's `chat_template` and the `response_template` of its tokenizer name the format of calls. `count_tokens` counts
+    prompts after the former. `completion` names the tags around reasoning, in which no call counts. `log` receives what tools and
     environments print.
     """
     if not config.active:
         return []
     name = config.environment or "tools"
     report(Progress(f"trying {name}"))
-    templates = {"chat_template": chat_template, "response_template": response_template}
-    with EnvironmentPool(config, **templates, reasoning=completion.reasoning_tags, log=log) as pool:
+    pool = EnvironmentPool(
+        config,
+        chat_template=chat_template,
+        response_template=response_template,
+        reasoning=completion.reasoning_tags,
+        log=log,
+    )
+    with pool:
         schemas = pool.schemas()
         columns = [row_columns(row) for row in choose_rows(rows, TRIED_ROWS)]
         perfect = perfect_turns(pool, columns)
@@ -146,7 +152,9 @@ def scripts_of(
     The odd one calls each tool in the format of calls. None: a response template reads what nothing here writes.
     """
     calls = []
-    for one in schemas[:MAX_ODD_CALLS] if call_format else ():
+    for one in schemas[:MAX_ODD_CALLS]:
+        if call_format is None:
+            break
         fields = one["function"].get("parameters", {}).get("properties", {})
         arguments = {name: _example(schema) for name, schema in fields.items()}
         calls.append(write_call(one["function"]["name"], arguments, call_format))
