@@ -24,7 +24,7 @@ Message = dict[str, Any]
 PYTHON = "<|python_tag|>"
 END_MARKS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<|call|>", "<|return|>",
-    "<end_of_turn>", "</s>",
+    "<|observation|>", "<end_of_turn>", "</s>",
 )  # fmt: skip
 """Special tokens that end a turn. They are not part of its text."""
 MOST_CALLS = 1024
@@ -191,7 +191,10 @@ class _Reader:
         limit = MAX_DIALECT_CHARS if kind.field.content == "json" and not kind.is_plain_json else MAX_CALL_CHARS
         if error is None and after - begin > limit:
             error = f"the call has {after - begin:,} characters, and {limit:,} are the limit"
-        return ([Call(error=error)] if error else self._parsed(kind, opened.start(), begin, after)), end
+        if error is None:
+            return self._parsed(kind, opened.start(), begin, after), end
+        name = opened.groupdict().get("name") or ""
+        return [Call(_printable(name)[:MAX_ERROR_CHARS], error=error)], end
 
     def _json_extent(self, kind: CallField, begin: int) -> tuple[int, int, str | None]:
         """Where the JSON ends, where the region ends, and what is wrong. A marker inside its strings is text."""
