@@ -1,7 +1,7 @@
 """Reads the calls of a turn, by the format of the model family. A turn is hostile text: nothing here raises, and time is bounded.
 
 families.py says where calls stand, and transformers reads each of them. This file finds them, keeps the bounds, and turns what
-cannot be read into a call with an error: the policy reads that as an answer, and it counts.
+cannot be read into a call with an error: the policy reads that as an answer, and it counts. checker.py compares calls with tools.
 
 Calls inside a reasoning block do not count, open or closed. Without a tag an object is a call only with arguments, with
 parameters or with the name of a tool: an answer may be JSON too.
@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -194,7 +194,7 @@ class _Reader:
         if error is None:
             return self._parsed(kind, opened.start(), begin, after), end
         name = opened.groupdict().get("name") or ""
-        return [Call(_printable(name)[:MAX_ERROR_CHARS], error=error)], end
+        return [Call(printable(name)[:MAX_ERROR_CHARS], error=error)], end
 
     def _json_extent(self, kind: CallField, begin: int) -> tuple[int, int, str | None]:
         """Where the JSON ends, where the region ends, and what is wrong. A marker inside its strings is text."""
@@ -229,6 +229,8 @@ class _Reader:
             # A value of JSON has its type. Where values are text, the schemas of the tools say what they are.
             tools = None if kind.field.content == "json" else self._tools
             found = parse_response(self._text[start:after], kind.alone, prefix="", tools=tools).get(kind.field.name)
+            if found is None:
+                raise ValueError("its opening is none without the text before it")
             if not kind.is_plain_json:
                 json.dumps(found, allow_nan=False)
         except TimeoutError:
@@ -238,7 +240,7 @@ class _Reader:
         except KeyError:
             return [Call(error="the call has no name")]
         except Exception as error:  # a stranger's template is a program: it can fail in any way
-            first = _printable(str(error)).partition("\n")[0]
+            first = printable(str(error)).partition("\n")[0]
             return [Call(error=f"the call cannot be read: {first}"[:MAX_ERROR_CHARS])]
         return [_call_of(one) for one in _flat(found)]
 
@@ -319,7 +321,7 @@ def _call_of(found: Any) -> Call:
     name = found.get("name")
     if not isinstance(name, str) or not name:
         return Call(error="the call has no name")
-    name = _printable(name)[:MAX_ERROR_CHARS]
+    name = printable(name)[:MAX_ERROR_CHARS]
     arguments = found.get("arguments", found.get("parameters"))
     if isinstance(arguments, str):
         inner, end, error = _decode(arguments, 0)
@@ -343,7 +345,7 @@ def _decode(text: str, start: int) -> tuple[Any, int, str | None]:
         # Not the position: it would depend on text before the call.
         return None, start, f"not valid JSON: {error.msg}"
     except ValueError as error:
-        return None, start, f"not valid JSON: {_printable(str(error))[:MAX_ERROR_CHARS]}"
+        return None, start, f"not valid JSON: {printable(str(error))[:MAX_ERROR_CHARS]}"
     if end - start > MAX_CALL_CHARS:
         return None, end, f"the call has {end - start:,} characters, and {MAX_CALL_CHARS:,} are the limit"
     return found, end, None
@@ -360,59 +362,6 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without lone surrogates, for which UTF-8 has no form."""
     return text.encode(errors="backslashreplace").decode()
-
-
-class Checker:
-    """Checks calls against the schemas of the tools, which are those of `apply_chat_template(tools=...)`."""
-
-    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
-        from jsonschema import Draft202012Validator
-        from referencing import Registry
-
-        self._parameters = {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}
-        # An empty registry fetches nothing.
-        registry: Any = Registry()
-        self._validators = {
-            name: Draft202012Validator(_with_null(one), registry=registry) for name, one in self._parameters.items()
-        }
-
-    def check(self, call: Call) -> Call:
-        """The call, with an error if there is no such tool or its arguments do not fit."""
-        if call.error is not None:
-            return call
-        if call.name not in self._validators:
-            return replace(call, error=f"there is no tool {call.name}; tools: {', '.join(self._validators)}"[:MAX_ERROR_CHARS])
-        known = self._parameters[call.name].get("properties", {})
-        unknown = next((name for name in call.arguments if name not in known), None)
-        if unknown is not None:
-            error = f"{call.name} has no argument {_printable(unknown)[:100]}; arguments: {', '.join(known) or 'none'}"
-            return replace(call, error=error[:MAX_ERROR_CHARS])
-        try:
-            wrong = next(self._validators[call.name].iter_errors(call.arguments), None)
-        except (RecursionError, ArithmeticError):
-            return replace(call, error="the arguments are nested too deeply")
-        if wrong is None:
-            return call
-        # The message repeats the value, which may be long.
-        where = ".".join(map(str, wrong.absolute_path))[:100]
-        message = _printable(wrong.message)
-        message = message if len(message) <= MAX_ERROR_CHARS else f"{message[:100]} ... {message[-150:]}"
-        return replace(call, error=f"{call.name}: {where + ': ' if where else ''}{message}")
-
-
-def _with_null(schema: Any) -> Any:
-    """The schema as JSON Schema has it: transformers writes `nullable` for `| None`."""
-    if isinstance(schema, list):
-        return [_with_null(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: _with_null(value) for key, value in schema.items() if key not in ("nullable", "enum", "properties")}
-    if "enum" in schema:
-        made["enum"] = schema["enum"]
-    if "properties" in schema:
-        # The keys below are names of arguments, whatever they are.
-        made["properties"] = {name: _with_null(one) for name, one in schema["properties"].items()}
-    return {"anyOf": [made, {"type": "null"}]} if schema.get("nullable") is True else made

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, read_turn, spoken
+from grpo_tasks.environments.calls import Call, ParsedTurn, read_turn, spoken
+from grpo_tasks.environments.checker import Checker
 from grpo_tasks.environments.contract import Message, Observation, Opening
 from grpo_tasks.environments.families import call_format_of
 from grpo_tasks.environments.forms import MAX_MESSAGES

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.environments.calls import MOST_CALLS, Call, Checker, read_turn, spoken
+from grpo_tasks.environments.calls import MOST_CALLS, Call, read_turn, spoken
+from grpo_tasks.environments.checker import Checker
 from grpo_tasks.environments.families import call_format_of, write_call
 from schemas.errors import ConfigError
 

@@ -11,7 +11,8 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl import chat_template_utils as published
 
-from grpo_tasks.environments.calls import MAX_ERROR_CHARS, MOST_CALLS, Call, Checker, read_turn
+from grpo_tasks.environments.calls import MAX_ERROR_CHARS, MOST_CALLS, Call, read_turn
+from grpo_tasks.environments.checker import Checker
 from grpo_tasks.environments.families import CallFields, call_format_of, family_of, write_call
 from schemas.errors import ConfigError
 

@@ -22,8 +22,9 @@ NAMES = ("qwen2_5", "qwen3_5_think", "glm4moe", "gptoss", "llama3_1", "mistral")
 ENDS = {"qwen2_5": "<|im_end|>", "qwen3_5_think": "<|im_end|>", "glm4moe": "<|observation|>", "gptoss": "<|call|>",
         "llama3_1": "<|eot_id|>", "mistral": "<|im_end|>"}  # fmt: skip
 SPECIAL = [
-    "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>", "<|message|>", "<|user|>", "<|assistant|>", "<|observation|>",
-    "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>", "<|message|>", "<|user|>", "<|assistant|>",
+    "<|observation|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
 ]  # fmt: skip
 
 
