@@ -31,12 +31,22 @@ def value(node: ast.expr) -> int:
 
 
 def demonstration(row: dict) -> list[dict[str, str]] | str:
-    """What someone did with the question: three of four people calculate, one estimates."""
+    """What someone did with the question, with a call in JSON."""
+    return demonstrated(row, json.dumps({"name": "calculate", "arguments": {"expression": row["expression"]}}))
+
+
+def demonstration_in_xml(row: dict) -> list[dict[str, str]] | str:
+    """The same with a call as Qwen 3.5 writes it."""
+    argument = f"<parameter=expression>\n{row['expression']}\n</parameter>"
+    return demonstrated(row, f"<tool_call>\n<function=calculate>\n{argument}\n</function>\n</tool_call>")
+
+
+def demonstrated(row: dict, call: str) -> list[dict[str, str]] | str:
+    """Three of four people calculate, one estimates."""
     if row["estimate"]:
         return f"<answer>{row['estimate']}</answer>"
-    call = {"name": "calculate", "arguments": {"expression": row["expression"]}}
     return [
-        {"role": "assistant", "content": json.dumps(call)},
+        {"role": "assistant", "content": call},
         {"role": "tool", "content": row["answer"]},
         {"role": "assistant", "content": f"<answer>{row['answer']}</answer>"},
     ]

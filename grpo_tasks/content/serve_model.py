@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_parsing.response_templates import load_response_template
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import cached_file
 
@@ -52,6 +53,9 @@ def _check(path: str, revision: str | None) -> dict[str, str]:
     # The process that loads the tokenizer for good says what is wrong with it.
     with suppress(Exception):
         tokenizer = tokenizer_class(path, revision).from_pretrained(path, revision=revision or "main")
+        if tokenizer.response_template:
+            with suppress(Exception):
+                load_response_template(tokenizer.response_template)
         for text in _TEXTS:
             tokenizer.decode(tokenizer.encode(text))
         for chat in _CHATS:

@@ -15,7 +15,10 @@ def with_offered_tools(config: RunConfig) -> RunConfig:
     # Imports transformers, which a run without tools does not need here.
     from grpo_tasks.data.chat_tokens import load_counter
 
-    environments = EnvironmentPool(config.interaction, chat_template=load_counter(config.model).tokenizer.chat_template)
+    tokenizer = load_counter(config.model).tokenizer
+    environments = EnvironmentPool(
+        config.interaction, chat_template=tokenizer.chat_template, response_template=tokenizer.response_template
+    )
     try:
         return config.model_copy(update={"rollout": with_tools(config.rollout, environments.schemas())})
     finally:

@@ -1,38 +1,43 @@
 """Reads the calls of a turn, by the format of the model family. A turn is hostile text: nothing here raises, and time is bounded.
 
-    hermes  any text <tool_call>{"name": ..., "arguments": {...}}</tool_call> any text, several times (Qwen, Hermes, SmolLM)
-    llama   nothing but {"name": ..., "parameters": {...}}, several after `;`, with or without <|python_tag|> before it
-    json    as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
+families.py says where calls stand, and transformers reads each of them. This file finds them, keeps the bounds, and turns what
+cannot be read into a call with an error: the policy reads that as an answer, and it counts. checker.py compares calls with tools.
 
-Without a tag an object is a call only with arguments, with parameters or with the name of a tool: an answer may be JSON too.
-Calls inside a reasoning block do not count, open or closed. A call that cannot be read is a call with an error: the policy
-reads it as an answer, and it counts.
+Calls inside a reasoning block do not count, open or closed. Without a tag an object is a call only with arguments, with
+parameters or with the name of a tool: an answer may be JSON too.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
+from grpo_tasks.environments.families import CallField, CallFields, ReadFormat, fields_of
 from schemas.config.completion import THINK
-from schemas.config.rollout import CallFormat
-from schemas.errors import ConfigError
 
-ReadFormat = Literal["hermes", "llama", "json"]
 Message = dict[str, Any]
 
-OPEN, CLOSE, PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
-END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+PYTHON = "<|python_tag|>"
+END_MARKS = (
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<|call|>", "<|return|>",
+    "<|observation|>", "<end_of_turn>", "</s>",
+)  # fmt: skip
 """Special tokens that end a turn. They are not part of its text."""
 MOST_CALLS = 1024
 """Calls read in one turn. Later ones are counted only."""
+MOST_DAMAGED = 64
+"""Unreadable calls of one turn, each of which may cost a look through all of it. Calls after them are counted only."""
 MAX_CALL_CHARS = 262_144
+MAX_DIALECT_CHARS = 32_768
+"""Characters of a call in a dialect of JSON, which transformers reads in quadratic time."""
 MAX_ERROR_CHARS = 300
-_FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
-"""What the chat templates of other families write calls with."""
+READ_S = 5.0
+"""CPU seconds for the patterns in one turn: those of a stranger's response template need not end. Those of the families take less
+than one."""
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -68,57 +73,32 @@ class ParsedTurn:
         return made | {"tool_calls": calls} if calls else made
 
 
-def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
-    """The format that the configuration names, or (auto) the one that a chat template asks for; ConfigError: it asks for none."""
-    if call_format != "auto":
-        return call_format
-    place = "interaction.call_format"
-    fix = "call_format: json, and say in the system prompt that a call is <tool_call>{JSON with name and arguments}</tool_call>"
-    for mark in _FOREIGN:
-        if mark in chat_template:
-            raise ConfigError(f"the chat template of the model writes calls with {mark}, which is not read", place=place, fix=fix)
-    if OPEN in chat_template:
-        return "hermes"
-    if PYTHON in chat_template or '"parameters"' in chat_template:
-        return "llama"
-    if not re.search(r"\btools\b", chat_template):
-        fix = "use a model whose chat template shows tools, or describe them in the system prompt and set call_format: json"
-        raise ConfigError("the chat template of the model does not show tools", place=place, fix=fix)
-    return "json"
-
-
 def read_turn(
     text: str,
-    call_format: ReadFormat,
+    call_format: ReadFormat | CallFields,
     *,
     reasoning: Sequence[str] = THINK,
     starts_inside: bool | None = None,
-    tools: Sequence[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> ParsedTurn:
     """The calls of a turn, in their order.
 
-    `text` includes special tokens, and `tools` are the names of the tools. `reasoning` names the tags around reasoning.
-    `starts_inside`: whether the prompt ends inside a block of the first of these tags, which the template opened. None: it is so
-    when the first of the tags in the text is a closing one.
+    `text` includes special tokens. `tools` are the schemas of the tools: where a format writes arguments as text, they say what
+    becomes a number. `reasoning` names the tags around reasoning. `starts_inside`: whether the prompt ends inside a block of the
+    first of these tags, which the template opened. None: it is so when the first of the tags in the text is a closing one.
     """
     text, start = spoken(text), 0
     if starts_inside and reasoning:
         start = _after_block(text, 0, reasoning[0])
     elif starts_inside is None and reasoning:
-        first = _markers(tuple(reasoning), False).search(text)
+        first = _markers(tuple(reasoning)).search(text)
         start = first.end() if first and first[0].startswith("</") else 0
-    if call_format != "hermes":
-        turn = _bare(text, start, reasoning, tools)
+    if call_format in ("llama", "json"):
+        turn = _bare(text, start, reasoning, [one["function"]["name"] for one in tools])
         if turn.calls or call_format == "llama":
             return turn
-    return _tagged(text, start, reasoning)
-
-
-def write_call(name: str, arguments: Mapping[str, Any], call_format: ReadFormat) -> str:
-    """A call as an honest policy writes it."""
-    if call_format == "llama":
-        return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
-    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': dict(arguments)}, ensure_ascii=False)}\n{CLOSE}"
+    fields = call_format if isinstance(call_format, CallFields) else fields_of(call_format)
+    return _Reader(text, fields, tuple(reasoning), tools).read(start)
 
 
 def spoken(text: str) -> str:
@@ -136,53 +116,147 @@ def spoken(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _markers(tags: tuple[str, ...], calls: bool) -> re.Pattern[str]:
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")] + ([OPEN] if calls else [])
+def _markers(tags: tuple[str, ...]) -> re.Pattern[str]:
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
 
 def _after_block(text: str, start: int, tag: str) -> int:
     """The end of the reasoning block whose content begins at `start`."""
     depth = 1
-    for mark in _markers((tag,), False).finditer(text, start):
+    for mark in _markers((tag,)).finditer(text, start):
         depth += -1 if mark[0].startswith("</") else 1
         if depth == 0:
             return mark.end()
     return len(text)
 
 
-def _tagged(text: str, start: int, reasoning: Sequence[str]) -> ParsedTurn:
-    calls: list[Call] = []
-    pieces, kept, at = [], 0, start
-    markers = _markers(tuple(reasoning), True)
-    while found := markers.search(text, at):
-        if found[0] != OPEN:
-            at = found.end() if found[0].startswith("</") else _after_block(text, found.end(), found[0][1:-1])
-            continue
-        if len(calls) == MOST_CALLS:
-            break
-        call, at = _tagged_call(text, found.end())
-        calls.append(call)
-        pieces.append(text[kept : found.start()])
-        kept = at
-    unread = text.count(OPEN, at) if len(calls) == MOST_CALLS else 0
-    content = "".join([*pieces, text[kept:]])
-    return ParsedTurn(content.rstrip() if calls else content, tuple(calls), unread)
+class _Reader:
+    """Reads the calls of one turn by a response template, whose patterns may be a stranger's."""
+
+    def __init__(self, text: str, fields: CallFields, reasoning: tuple[str, ...], tools: Sequence[Mapping[str, Any]]) -> None:
+        self._text, self._tools, self._strict = text, list(tools), fields.strict
+        self._until = time.thread_time() + READ_S
+        calls = [(one, one.field.open_re) for one in fields.calls]
+        self._kinds: list[tuple[Any, Any]] = [(None, _markers(reasoning)), *calls, *((one, one.open_re) for one in fields.others)]
+        self._ahead: dict[int, Any] = {}
+
+    def read(self, start: int) -> ParsedTurn:
+        calls: list[Call] = []
+        pieces, kept, at, unread, damaged = [], 0, start, 0, 0
+        try:
+            while found := self._next(at):
+                kind, opened = found
+                if isinstance(kind, CallField) and len(calls) < MOST_CALLS and damaged < MOST_DAMAGED:
+                    made, at = self._region(kind, opened)
+                    calls += made
+                    damaged += any(call.error is not None for call in made)
+                    pieces.append(self._text[kept : opened.start()])
+                    kept = at
+                elif isinstance(kind, CallField):
+                    unread, at = unread + 1, opened.end()
+                elif kind is not None:
+                    closed = self._search(kind.close_re, opened.end())
+                    at = closed.end() if closed else len(self._text)
+                elif opened[0].startswith("</"):
+                    at = opened.end()
+                else:
+                    at = _after_block(self._text, opened.end(), opened[0][1:-1])
+                # An opening may be empty.
+                at = max(at, opened.start() + 1)
+        except TimeoutError:
+            calls.append(Call(error=f"the calls of the turn cannot be read within {READ_S:g} s of CPU time"))
+        content = "".join([*pieces, self._text[kept:]])
+        unread += max(0, len(calls) - MOST_CALLS)
+        return ParsedTurn(content.rstrip() if calls else content, tuple(calls[:MOST_CALLS]), unread)
+
+    def _next(self, at: int) -> tuple[Any, Any] | None:
+        """What comes next, and where: the field that opens, or None for a tag of reasoning."""
+        found = []
+        for number, (kind, pattern) in enumerate(self._kinds):
+            # A match that lies ahead is kept, so that a million openings take linear time.
+            if number not in self._ahead or (self._ahead[number] and self._ahead[number].start() < at):
+                self._ahead[number] = self._search(pattern, at) if kind is not None else pattern.search(self._text, at)
+            if match := self._ahead[number]:
+                found.append((match.start(), -match.end(), number))
+        if not found:
+            return None
+        *_, number = min(found)
+        return self._kinds[number][0], self._ahead[number]
+
+    def _region(self, kind: CallField, opened: Any) -> tuple[list[Call], int]:
+        """The calls of a region, mostly one, and where the region ends."""
+        begin = opened.end()
+        after, end, error = self._json_extent(kind, begin) if kind.is_plain_json else self._extent(kind, begin)
+        limit = MAX_DIALECT_CHARS if kind.field.content == "json" and not kind.is_plain_json else MAX_CALL_CHARS
+        if error is None and after - begin > limit:
+            error = f"the call has {after - begin:,} characters, and {limit:,} are the limit"
+        if error is None:
+            return self._parsed(kind, opened.start(), begin, after), end
+        name = opened.groupdict().get("name") or ""
+        return [Call(printable(name)[:MAX_ERROR_CHARS], error=error)], end
+
+    def _json_extent(self, kind: CallField, begin: int) -> tuple[int, int, str | None]:
+        """Where the JSON ends, where the region ends, and what is wrong. A marker inside its strings is text."""
+        _, after, error = _decode(self._text, begin)
+        here, close = _skip(self._text, after), kind.field.close_re
+        if error is None and (close is None or here == len(self._text)):
+            # At the end of a turn a stop token may have taken the place of the closing tag.
+            return after, here, None
+        if error is None and (closed := close.match(self._text, here, timeout=self._left())):
+            return after, closed.end(), None
+        again, closed = self._search(kind.field.open_re, begin), self._search(close, begin)
+        end = min([*([again.start()] if again else []), *([closed.end()] if closed else [])], default=len(self._text))
+        return begin, end, error or f"expected {(kind.field.close_literals or ['the end of the call'])[0]} after the JSON object"
+
+    def _extent(self, kind: CallField, begin: int) -> tuple[int, int, str | None]:
+        """As transformers has it: a region reaches to the first closing, whatever is in between."""
+        if kind.field.close_re is None:
+            return len(self._text), len(self._text), None
+        closed = self._search(kind.field.close_re, begin)
+        again = self._search(kind.field.open_re, begin) if self._strict else None
+        if closed and not (again and again.start() < closed.start()):
+            return closed.start(), closed.end(), None
+        return begin, again.start() if again else len(self._text), "the call is not closed"
+
+    def _parsed(self, kind: CallField, start: int, begin: int, after: int) -> list[Call]:
+        from transformers.utils.chat_parsing import parse_response
+
+        try:
+            # transformers sets no time limit. What ends here ends there too.
+            for _ in kind.tag.finditer(self._text, begin, after, timeout=self._left()) if kind.tag is not None else ():
+                pass
+            # A value of JSON has its type. Where values are text, the schemas of the tools say what they are.
+            tools = None if kind.field.content == "json" else self._tools
+            found = parse_response(self._text[start:after], kind.alone, prefix="", tools=tools).get(kind.field.name)
+            if found is None:
+                raise ValueError("its opening is none without the text before it")
+            if not kind.is_plain_json:
+                json.dumps(found, allow_nan=False)
+        except TimeoutError:
+            raise
+        except RecursionError:
+            return [Call(error="the arguments are nested too deeply")]
+        except KeyError:
+            return [Call(error="the call has no name")]
+        except Exception as error:  # a stranger's template is a program: it can fail in any way
+            first = printable(str(error)).partition("\n")[0]
+            return [Call(error=f"the call cannot be read: {first}"[:MAX_ERROR_CHARS])]
+        return [_call_of(one) for one in _flat(found)]
+
+    def _search(self, pattern: Any, at: int) -> Any:
+        return pattern.search(self._text, at, timeout=self._left()) if pattern is not None else None
+
+    def _left(self) -> float:
+        return max(self._until - time.thread_time(), 0.001)
 
 
-def _tagged_call(text: str, start: int) -> tuple[Call, int]:
-    found, end, error = _decode(text, start)
-    if error is None:
-        after = _skip(text, end)
-        if text.startswith(CLOSE, after):
-            return _call_of(found), after + len(CLOSE)
-        # A stop token may have taken the place of the closing tag.
-        if after == len(text):
-            return _call_of(found), after
-        error = f"expected {CLOSE} after the JSON object"
-    ends = [at for mark in (OPEN, CLOSE) if (at := text.find(mark, start)) >= 0]
-    end = min(ends, default=len(text))
-    return Call(error=error), end + len(CLOSE) if text.startswith(CLOSE, end) else end
+def _flat(found: Any) -> Iterator[Any]:
+    if isinstance(found, list):
+        for one in found:
+            yield from _flat(one)
+    elif found is not None:
+        yield found
 
 
 def _bare(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> ParsedTurn:
@@ -240,14 +314,14 @@ def _skip(text: str, at: int, more: str = "") -> int:
 
 
 def _call_of(found: Any) -> Call:
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+    while isinstance(found, dict) and "function" in found and "name" not in found:
         found = found["function"]
     if not isinstance(found, dict):
         return Call(error="a call is a JSON object with name and arguments")
     name = found.get("name")
     if not isinstance(name, str) or not name:
         return Call(error="the call has no name")
-    name = _printable(name)[:MAX_ERROR_CHARS]
+    name = printable(name)[:MAX_ERROR_CHARS]
     arguments = found.get("arguments", found.get("parameters"))
     if isinstance(arguments, str):
         inner, end, error = _decode(arguments, 0)
@@ -271,7 +345,7 @@ def _decode(text: str, start: int) -> tuple[Any, int, str | None]:
         # Not the position: it would depend on text before the call.
         return None, start, f"not valid JSON: {error.msg}"
     except ValueError as error:
-        return None, start, f"not valid JSON: {_printable(str(error))[:MAX_ERROR_CHARS]}"
+        return None, start, f"not valid JSON: {printable(str(error))[:MAX_ERROR_CHARS]}"
     if end - start > MAX_CALL_CHARS:
         return None, end, f"the call has {end - start:,} characters, and {MAX_CALL_CHARS:,} are the limit"
     return found, end, None
@@ -288,59 +362,6 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without lone surrogates, for which UTF-8 has no form."""
     return text.encode(errors="backslashreplace").decode()
-
-
-class Checker:
-    """Checks calls against the schemas of the tools, which are those of `apply_chat_template(tools=...)`."""
-
-    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
-        from jsonschema import Draft202012Validator
-        from referencing import Registry
-
-        self._parameters = {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}
-        # An empty registry fetches nothing.
-        registry: Any = Registry()
-        self._validators = {
-            name: Draft202012Validator(_with_null(one), registry=registry) for name, one in self._parameters.items()
-        }
-
-    def check(self, call: Call) -> Call:
-        """The call, with an error if there is no such tool or its arguments do not fit."""
-        if call.error is not None:
-            return call
-        if call.name not in self._validators:
-            return replace(call, error=f"there is no tool {call.name}; tools: {', '.join(self._validators)}"[:MAX_ERROR_CHARS])
-        known = self._parameters[call.name].get("properties", {})
-        unknown = next((name for name in call.arguments if name not in known), None)
-        if unknown is not None:
-            error = f"{call.name} has no argument {_printable(unknown)[:100]}; arguments: {', '.join(known) or 'none'}"
-            return replace(call, error=error[:MAX_ERROR_CHARS])
-        try:
-            wrong = next(self._validators[call.name].iter_errors(call.arguments), None)
-        except (RecursionError, ArithmeticError):
-            return replace(call, error="the arguments are nested too deeply")
-        if wrong is None:
-            return call
-        # The message repeats the value, which may be long.
-        where = ".".join(map(str, wrong.absolute_path))[:100]
-        message = _printable(wrong.message)
-        message = message if len(message) <= MAX_ERROR_CHARS else f"{message[:100]} ... {message[-150:]}"
-        return replace(call, error=f"{call.name}: {where + ': ' if where else ''}{message}")
-
-
-def _with_null(schema: Any) -> Any:
-    """The schema as JSON Schema has it: transformers writes `nullable` for `| None`."""
-    if isinstance(schema, list):
-        return [_with_null(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: _with_null(value) for key, value in schema.items() if key not in ("nullable", "enum", "properties")}
-    if "enum" in schema:
-        made["enum"] = schema["enum"]
-    if "properties" in schema:
-        # The keys below are names of arguments, whatever they are.
-        made["properties"] = {name: _with_null(one) for name, one in schema["properties"].items()}
-    return {"anyOf": [made, {"type": "null"}]} if schema.get("nullable") is True else made

@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, call_format_of, read_turn, spoken
+from grpo_tasks.environments.calls import Call, ParsedTurn, read_turn, spoken
+from grpo_tasks.environments.checker import Checker
 from grpo_tasks.environments.contract import Message, Observation, Opening
+from grpo_tasks.environments.families import call_format_of
 from grpo_tasks.environments.forms import MAX_MESSAGES
 from grpo_tasks.processes.worker_process import MalformedReplyError, Reply, ReportedError, Shape, WorkerFault, WorkerProcess
 from schemas.config.completion import THINK
@@ -192,8 +194,9 @@ class _Conversation:
 class EnvironmentPool:
     """Implements `Environments` (contract.py) with worker processes; a context manager.
 
-    `chat_template` is that of the model, or several by name: it names the format of calls. `reasoning` and `starts_inside` are
-    those of `read_turn` (calls.py), and `log` receives what the environments print.
+    `chat_template` is that of the model, or several by name, and `response_template` that of its tokenizer, if it has one: they
+    name the format of calls. `reasoning` and `starts_inside` are those of `read_turn` (calls.py), and `log` receives what the
+    environments print.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class EnvironmentPool:
         config: InteractionConfig,
         *,
         chat_template: str | Mapping[str, str] | None = None,
+        response_template: Mapping[str, Any] | None = None,
         reasoning: Sequence[str] = THINK,
         starts_inside: bool | None = None,
         log: Path | None = None,
@@ -208,7 +212,7 @@ class EnvironmentPool:
         if isinstance(chat_template, Mapping):
             # transformers takes the one of this name where there are tools.
             chat_template = chat_template.get("tool_use") or chat_template.get("default")
-        self.config, self._chat_template = config, chat_template or ""
+        self.config, self._templates = config, (chat_template or "", response_template)
         self._reasoning, self._starts_inside = tuple(reasoning), starts_inside
         self._workers = [EnvironmentWorker(config, log=log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environments")
@@ -223,14 +227,13 @@ class EnvironmentPool:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools; UserError: something cannot be imported, or the chat template has no place for tools."""
+        """JSON schemas of the tools; UserError: something cannot be imported, or the model's calls have no known format."""
         if self._schemas is None:
             schemas = self._workers[0].load(with_schemas=True)
             if schemas:
-                call_format = call_format_of(self.config.call_format, self._chat_template)
+                call_format = call_format_of(self.config.call_format, *self._templates)
                 inside, tags = self._starts_inside, self._reasoning
-                tools = [schema["function"]["name"] for schema in schemas]
-                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside, tools=tools)
+                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside, tools=schemas)
             self._checker = Checker(schemas)
             self._schemas = schemas
         return self._schemas

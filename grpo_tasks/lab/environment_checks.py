@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_tasks.environments.calls import ReadFormat, call_format_of, write_call
 from grpo_tasks.environments.contract import Environments, Message, Observation, Opening, row_columns, too_long
+from grpo_tasks.environments.families import ReadFormat, family_of, write_call
 from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.lab.probes import choose_rows
@@ -32,20 +32,29 @@ def check_interaction(
     rows: Sequence[PromptRow],
     *,
     chat_template: str,
+    response_template: Mapping[str, Any] | None = None,
     count_tokens: Callable[[Sequence[Sequence[Message]]], list[int]],
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> list[LabCheck]:
     """The checks of the section `interaction`, with all training rows, at least one; empty where nothing answers the policy.
 
-    The model's `chat_template` names the format of calls, `count_tokens` counts prompts after it, and `completion` names the tags
-    around reasoning, in which no call counts. `log` receives what tools and environments print.
+    The model's `chat_template` and the `response_template` of its tokenizer name the format of calls. `count_tokens` counts
+    prompts after the former. `completion` names the tags around reasoning, in which no call counts. `log` receives what tools and
+    environments print.
     """
     if not config.active:
         return []
     name = config.environment or "tools"
     report(Progress(f"trying {name}"))
-    with EnvironmentPool(config, chat_template=chat_template, reasoning=completion.reasoning_tags, log=log) as pool:
+    pool = EnvironmentPool(
+        config,
+        chat_template=chat_template,
+        response_template=response_template,
+        reasoning=completion.reasoning_tags,
+        log=log,
+    )
+    with pool:
         schemas = pool.schemas()
         columns = [row_columns(row) for row in choose_rows(rows, TRIED_ROWS)]
         perfect = perfect_turns(pool, columns)
@@ -55,7 +64,7 @@ def check_interaction(
             schemas,
             perfect=[turns if isinstance(turns, list) else None for turns in perfect],
             max_turns=config.max_turns,
-            call_format=call_format_of(config.call_format, chat_template) if schemas else "hermes",
+            call_format=family_of(chat_template) if config.call_format == "auto" else config.call_format,
         )
         checks, plays = check_environment(pool, scripts, name=name, timeout_s=config.timeout_s)
     # An environment may leave the prompts of the rows as they are.
@@ -136,11 +145,16 @@ def scripts_of(
     *,
     perfect: Sequence[Sequence[str] | None] = (),
     max_turns: int,
-    call_format: ReadFormat = "hermes",
+    call_format: ReadFormat | None = "hermes",
 ) -> list[Script]:
-    """For every row (its columns, `messages` among them) a perfect script, if it is known, an idle and an odd one."""
+    """For every row (its columns, `messages` among them) a perfect script, if it is known, an idle and an odd one.
+
+    The odd one calls each tool in the format of calls. None: a response template reads what nothing here writes.
+    """
     calls = []
     for one in schemas[:MAX_ODD_CALLS]:
+        if call_format is None:
+            break
         fields = one["function"].get("parameters", {}).get("properties", {})
         arguments = {name: _example(schema) for name, schema in fields.items()}
         calls.append(write_call(one["function"]["name"], arguments, call_format))

@@ -86,7 +86,12 @@ class TurnTokens:
             text = rendered(self._tokenizer, [*history, plain, *said], opened=True)
         except RefusedError:
             # Some templates accept the answer of a tool only after a turn with calls.
-            text = self._render([*history, {**self._safe(turn), "content": PLACEHOLDER}, *said], opened=True)
+            said = _linked([*history, {**self._safe(turn), "content": PLACEHOLDER}, *said])
+            text, whole = self._render(said, opened=True), self._render(said[: len(history) + 1], opened=False)
+            end = next((marker for marker in self._markers if whole.endswith(marker)), None)
+            if end is not None and text.startswith(whole):
+                # Some write the call behind the words, and end such a turn otherwise (gpt-oss).
+                return self._encode(text[len(whole) :] if closed else end + text[len(whole) :])
         # What the template writes behind the policy's words.
         _, found, text = text.rpartition(PLACEHOLDER)
         if not found or (self._end and self._end not in text):
@@ -142,6 +147,26 @@ class TurnTokens:
 
     def _tokens(self, text: str, **settings: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, **settings)["input_ids"]) if text else []
+
+
+def _linked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which calls and answers have numbers of nine digits, as Mistral wants them, and no answer is without a call."""
+    made: list[dict[str, Any]] = []
+    answers = 0
+    for message in messages:
+        if message["role"] != "tool":
+            calls = message.get("tool_calls") or ()
+            calls = [{**call, "id": f"{number:09}"} for number, call in enumerate(calls)]
+            made.append({**message, **({"tool_calls": calls} if calls else {})})
+            answers = 0
+            continue
+        if made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
+            # The answer to a call that could not be read.
+            unread = {"type": "function", "function": {"name": "unknown", "arguments": {}}, "id": f"{0:09}"}
+            made[-1] = {**made[-1], "tool_calls": [unread]}
+        made.append({**message, "tool_call_id": f"{answers:09}"})
+        answers += 1
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +338,11 @@ class Player:
         elif len(one.turns) == self.config.max_turns:
             one.end("turns")
         else:
-            said = tokens.after(before, observation.turn, observation.messages, closed=tokens.closed(one.token_ids))
+            closed = tokens.closed(one.token_ids)
+            said = tokens.after(before, observation.turn, observation.messages, closed=closed)
+            if closed and said[:1] == one.token_ids[-1:]:
+                # GLM ends a turn of calls with the token that begins the answer.
+                said = said[1:]
             # A turn of the policy has to fit behind it. Otherwise nothing is added: what nobody answers teaches nothing.
             if len(one.token_ids) + len(said) >= self.config.max_tokens:
                 one.end("tokens")
@@ -343,6 +372,7 @@ def player(
         environments = EnvironmentPool(
             config,
             chat_template=tokenizer.chat_template,
+            response_template=tokenizer.response_template,
             reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
             # Where the template opens nothing, the turn alone says whether it begins inside a block.
             starts_inside=None if opened is None else True,

@@ -95,6 +95,7 @@ def _played(config: RunConfig, rows: Sequence[PromptRow], log: Path) -> list[Lab
         config.interaction,
         rows,
         chat_template=counter.tokenizer.chat_template or "",
+        response_template=counter.tokenizer.response_template,
         count_tokens=counter.count,
         completion=config.completion,
         log=log,

@@ -165,7 +165,7 @@ class RolloutConfig(Section):
 _REFERENCE = r"^[\w.]+:[\w.]+$"
 Reference = Annotated[str, StringConstraints(pattern=_REFERENCE, max_length=200)]
 """module:function or module:Class."""
-CallFormat = Literal["auto", "hermes", "llama", "json"]
+CallFormat = Literal["auto", "hermes", "xml", "glm", "harmony", "mistral", "llama", "json"]
 
 
 class InteractionConfig(Section):
@@ -179,8 +179,10 @@ class InteractionConfig(Section):
     settings: FreeSettings = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     call_format: CallFormat = "auto"
-    """How the model writes a call. auto: as its chat template does. hermes: JSON in <tool_call> tags (Qwen). llama: a JSON object
-    with name and parameters, and nothing else. json: a JSON object in <tool_call> tags, or alone."""
+    """How the model writes a call. auto: as the response template of its tokenizer says, or else as its chat template does.
+    hermes: JSON in <tool_call> tags (Qwen 2.5 and 3). xml: <function=NAME> and <parameter=KEY> in these tags (Qwen 3.5,
+    Qwen3-Coder). glm: <arg_key> and <arg_value> in them. harmony: the commentary channel of gpt-oss. mistral: [TOOL_CALLS].
+    llama: a JSON object with name and parameters, and nothing else. json: a JSON object in <tool_call> tags, or alone."""
     max_turns: int = Field(8, ge=1, le=256)
     """Turns of the policy in one conversation. One that runs out of them is truncated."""
     max_tool_calls: int = Field(16, ge=0, le=1024)

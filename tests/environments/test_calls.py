@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.environments.calls import MOST_CALLS, Call, Checker, call_format_of, read_turn, spoken, write_call
+from grpo_tasks.environments.calls import MOST_CALLS, Call, read_turn, spoken
+from grpo_tasks.environments.checker import Checker
+from grpo_tasks.environments.families import call_format_of, write_call
 from schemas.errors import ConfigError
 
 ADD = {
@@ -189,8 +191,8 @@ def test_an_answer_that_is_json_is_no_call(text, call_format):
 @pytest.mark.parametrize("text", ['{"name": "Paris"}', '{"id": 1, "name": "Paris"}', '[{"name": "Paris"}]', '{"name": "Paris", '])
 @pytest.mark.parametrize("call_format", ["llama", "json"])
 def test_a_name_alone_is_an_answer_unless_a_tool_has_it(text, call_format):
-    assert read_turn(text, call_format, tools=["add"]).calls == ()
-    assert len(read_turn(text.replace("Paris", "add"), call_format, tools=["add"]).calls) == 1
+    assert read_turn(text, call_format, tools=[ADD]).calls == ()
+    assert len(read_turn(text.replace("Paris", "add"), call_format, tools=[ADD]).calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_a_name_alone_is_an_answer_unless_a_tool_has_it(text, call_format):
 )
 @pytest.mark.parametrize("call_format", ["llama", "json"])
 def test_what_is_meant_as_a_call_is_one_whatever_its_name(text, call_format):
-    assert len(read_turn(text, call_format, tools=["add"]).calls) == 1
+    assert len(read_turn(text, call_format, tools=[ADD]).calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,8 @@ def test_the_chat_template_names_the_format():
     assert call_format_of("llama", "") == "llama"
     with pytest.raises(ConfigError, match="does not show tools"):
         call_format_of("auto", "{{ messages }}")
-    with pytest.raises(ConfigError, match="<function="):
-        call_format_of("auto", "{{ tools }} <tool_call><function=NAME>")
+    with pytest.raises(ConfigError, match=r"<\|tool_call, which is not read"):
+        call_format_of("auto", "{{ tools }} <|tool_call|>[NAME]")
 
 
 def test_the_end_marks_of_a_turn_are_no_text():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import extract
+from grpo_tasks.environments.pool import EnvironmentPool
 from schemas.config.load import load_config
 from tests.flows.place import Place
 
@@ -61,7 +62,10 @@ def test_the_data_of_an_example_is_what_its_script_writes(name, tmp_path):
 OTHERS = [(path.parent.name, "gpu.yaml", "Qwen") for path in sorted(EXAMPLES.glob("*/gpu.yaml"))]
 
 
-@pytest.mark.parametrize(("name", "file", "named"), [*OTHERS, ("calculator", "without_tool.yaml", "calculator-without-tool")])
+OTHERS += [("calculator", "without_tool.yaml", "calculator-without-tool"), ("calculator", "xml.yaml", "calculator-xml")]
+
+
+@pytest.mark.parametrize(("name", "file", "named"), OTHERS)
 def test_the_other_runs_of_an_example_are_valid_configs(name, file, named, tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES / name, tmp_path / name)
     monkeypatch.chdir(tmp_path / name)
@@ -90,6 +94,23 @@ def test_demonstrations_of_the_calculator_are_right_and_call_nothing():
     module = module_of("calculator", "calculator")
     rows = [json.loads(line) for line in (EXAMPLES / "calculator" / "data.jsonl").read_text().splitlines()]
     assert all(row["answer"] in module.from_memory(row) and "tool_call" not in module.from_memory(row) for row in rows)
+
+
+@pytest.mark.parametrize(("file", "function"), [("config.yaml", "demonstration"), ("xml.yaml", "demonstration_in_xml")])
+def test_the_calls_that_the_calculator_demonstrates_are_answered(file, function, tmp_path, monkeypatch):
+    """As the policy will write them: in the format of the config, by the tools of the config."""
+    shutil.copytree(EXAMPLES / "calculator", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    config = load_config(file)
+    assert config.stages[0].demonstrations.function == f"calculator:{function}"
+    row = json.loads(Path("data.jsonl").read_text().splitlines()[0])
+    call, answer, last = getattr(module_of("calculator", "calculator"), function)(row)
+    with EnvironmentPool(config.interaction) as pool:
+        pool.begin([(0, {"messages": [{"role": "user", "content": row["question"]}]}, 1)])
+        [observed] = pool.answer([(0, call["content"])])
+        [done] = pool.answer([(0, last["content"])])
+    assert [message["content"] for message in observed.messages] == [row["answer"]] == [answer["content"]]
+    assert (observed.done, done.done, done.error) == (False, True, None)
 
 
 def test_the_reward_of_my_csv_wants_reply_and_currency():
