@@ -41,7 +41,7 @@ from schemas.errors import DataError, UserError
 from schemas.paths import EMBEDDED
 
 PREVIEW_ROWS = 500
-"""Rows that decide about columns, pattern and equality."""
+"""Rows that decide about columns and pattern, from the beginning of the file, and about the equality, from all of it."""
 TRIAL_ROWS = 20_000
 """Rows that are validated to find the limits."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
@@ -294,7 +294,9 @@ def _tried(
     if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
         worst = max(broken, key=lambda rule: rule.rows)
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
-    truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
+    # From all of the file, or the first of several tasks would decide for the others.
+    known = verdict.accepted["answer"].drop_nulls()
+    truths = known.gather_every(max(1, math.ceil(len(known) / PREVIEW_ROWS))).to_list()
     replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
     equality = find_equality(truths)
     objects = ObjectTruths.of(truths) if equality == "json" else None

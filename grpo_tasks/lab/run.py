@@ -18,6 +18,7 @@ from grpo_tasks.kit.progress import Count
 from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, FunctionTrial
 from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probes import (
+    COPIED,
     CUT_OFF,
     LISTING,
     PERFECT,
@@ -289,7 +290,7 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
         empty   a completion without an answer earns nothing
         gaming  no gamed completion earns as much as the perfect one
 
-    A stage that does not check answers may pay for a list of answers as for any answer. One that ranks no partial completion
+    A stage that does not check answers may pay for a list of answers, or a copied one, as for any answer. One that ranks no partial completion
     below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning there.
     """
     scores = {name: findings[name].scores for name in stage.rewards}
@@ -369,8 +370,8 @@ def _gaming(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCh
     for row in rows:
         for total, index in row.totals.get("gamed", ()):
             lead = total - row.perfect
-            listing = probe_set.probes[index].kind == LISTING and not row.judges_answers
-            if lead < -SAME_SCORE or (listing and lead <= SAME_SCORE):
+            answers = probe_set.probes[index].kind in (LISTING, COPIED) and not row.judges_answers
+            if lead < -SAME_SCORE or (answers and lead <= SAME_SCORE):
                 continue
             detail = f"earns {total:g}, the perfect completion {row.perfect:g}"
             if lead > SAME_SCORE or not row.ranks_nothing:

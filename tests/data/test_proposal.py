@@ -324,6 +324,26 @@ def test_commas_units_packed_shards_and_splits_are_read_and_said(here):
     assert {row.answer for row in read_prompts(report.eval)} == {f"{n}.5" for n in range(20)}
 
 
+def test_text_next_to_a_question_of_several_columns_is_joined_with_all_of_them(tmp_path):
+    texts = {name: lambda n, name=name: f"{name} {n} holds {n * 7} of them." for name in ("Body", "Remark")}
+    rows = write_rows(tmp_path / "rows.jsonl", **texts, Question=lambda n: f"How many {n}?", Answer=lambda n: n * 7)
+    [first, *_] = candidates(rows)
+    assert (first.template, [name for name, _ in left_out(first, rows, {})]) == ("{Body}\n{Question}", ["Remark"])
+    assert left_out(first, rows, {})[0][1].endswith("set data.question: '{Remark} {Body} {Question}'")
+    talk = write_rows(tmp_path / "talk.jsonl", prompt=lambda n: chat(f"{n}?"), Remark=texts["Remark"], answer=str)
+    assert dict(left_out(candidates(talk)[0], talk, {})) == {"Remark": "text next to the chat"}
+
+
+def test_answers_of_all_files_decide_how_they_are_compared(here):
+    parts = here / "parts"
+    parts.mkdir()
+    for name, answer in {"a": "{}", "b": "Zoey is a knight, and Ethan is number {}."}.items():
+        rows = [{"question": f"What of {name} {n}?", "answer": answer.format(n)} for n in range(600)]
+        (parts / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    init("parts", "--yes")
+    assert load_config("parts.yaml").completion.equality == "exact"
+
+
 def test_rows_with_images_are_refused_by_the_name_of_the_column(here):
     write_rows(here / "seen.jsonl", question=lambda n: f"What is on {n}?", answer=str, photo=lambda n: f"pictures/{n}.png")
     output = init("seen.jsonl", "--yes", expect=1)

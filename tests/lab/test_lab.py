@@ -120,6 +120,20 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
     assert findings.forecasts == []
 
 
+@pytest.mark.parametrize("completion", [{}, {"format": "boxed"}])
+def test_a_number_that_is_copied_from_the_question_is_no_expression(run_config, make_row, completion):
+    stages = {"format": ["format"], "correctness": ["format", "correctness"]}
+    config = run_config(stages, completion={"equality": "math"} | completion, lab=SMALL)
+    asked = "Make {} from 92, 31 and 5."
+    found = run_lab(config, [make_row(line, "92 + 31 - 5", asked.format(118)) for line in (1, 2)])
+    assert failed(found) == {"stage:correctness/gaming"}
+    [check] = [check for check in found.checks if check.outcome == "failed"]
+    assert check.probe == "copied_from_the_question"
+    # A question without the value, and a truth that is a number, have nothing to copy.
+    for answer, value in (("92 + 31 - 5", 7), ("118", 118)):
+        assert failed(run_lab(config, [make_row(line, answer, asked.format(value)) for line in (1, 2)])) == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("equality", ["exact", "numeric", "math", "choice"])
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
