@@ -290,8 +290,8 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
         empty   a completion without an answer earns nothing
         gaming  no gamed completion earns as much as the perfect one
 
-    A stage that does not check answers may pay for a list of answers, or a copied one, as for any answer. One that ranks no partial completion
-    below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning there.
+    A stage that does not check answers may pay for a list of answers, or a copied one, as for any answer. One that ranks no
+    partial completion below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning.
     """
     scores = {name: findings[name].scores for name in stage.rewards}
     known = {name: values for name, values in scores.items() if values is not None}
