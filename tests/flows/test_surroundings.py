@@ -127,7 +127,7 @@ def test_a_temporary_server_that_is_too_slow_is_one_message(tmp_path, monkeypatc
         monkeypatch.setattr(server, name, value)
     monkeypatch.setattr(temporary_server, "_database", lambda: tmp_path / "prefect.db")
     temporary_server._patch_prefect.__wrapped__()
-    with pytest.raises(OrchestratorError, match="did not answer in time: .*imed out") as caught:
+    with pytest.raises(OrchestratorError, match=r"did not answer in time: .*imed out") as caught:
         server.start(None)
     assert "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=1800" in caught.value.fix
 
