@@ -351,4 +351,4 @@ def _why(column: Profile, choice: ColumnChoice) -> str:
     }
     whole = (choice.template or f"{{{choice.question}}}").replace("\n", " ")
     join = f"text next to the question; where it needs it, set data.question: '{{{column.name}}} {whole}'"
-    return next((reason for reason, holds in reasons.items() if holds), "text next to the chat" if choice.chat else join)
+    return next((reason for reason, holds in reasons.items() if holds), join)
