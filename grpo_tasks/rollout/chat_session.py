@@ -8,7 +8,6 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import BaseStreamer
 
 from grpo_tasks.content.tokenizer import end_token_ids, prompt_ids
 from grpo_tasks.kit.cards import check_cards
@@ -41,14 +40,13 @@ class ChatSession:
         # A model that was trained on plain prompts may have no template; it continues the text.
         plain = [{"role": PLAIN, "content": messages[-1]["content"]}]
         ids = torch.tensor([prompt_ids(self._tokenizer, messages if self._tokenizer.chat_template else plain)])
-        written = _Written(self._rule)
+        written = _Written(self._rule, ids.shape[1])
         chosen = {name: value for name, value in sampling.items() if value is not None}
         options = {
             "input_ids": ids.to(self._model.device),
             "attention_mask": torch.ones_like(ids).to(self._model.device),
             "max_new_tokens": max_new_tokens,
             "eos_token_id": sorted(self._rule.end_ids) or None,
-            "streamer": written,
             "stopping_criteria": StoppingCriteriaList([written]),
             **({"do_sample": False} if greedy else {"do_sample": True, **chosen} if chosen else {}),
         }
@@ -74,23 +72,15 @@ class ChatSession:
         yield self._rule.text(ids)[shown:]
 
 
-class _Written(StoppingCriteria, BaseStreamer):
-    """What generate() has written: each token, and None at its end; says at which one it ends."""
+class _Written(StoppingCriteria):
+    """The tokens of an answer as generate() writes them, and None at its end; says at which one it ends."""
 
-    def __init__(self, rule: StopRule) -> None:
+    def __init__(self, rule: StopRule, prompt_tokens: int) -> None:
         self.tokens: SimpleQueue[int | None] = SimpleQueue()
-        self._rule, self._ids, self._prompt_came = rule, list[int](), False
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, which comes first and is no part of the answer, or a token."""
-        if self._prompt_came:
-            self._ids.append(int(value))
-            self.tokens.put(self._ids[-1])
-        self._prompt_came = True
-
-    def end(self) -> None:
-        """Nothing: an answer also ends where generate() fails, which calls nothing."""
+        self._rule, self._prompt_tokens = rule, prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # noqa: ARG002 - transformers' signature
         """One row: [1, S + T] -> [1], True where the answer is complete."""
-        return torch.tensor([self._rule.ended(self._ids)], device=input_ids.device)
+        ids = input_ids[0, self._prompt_tokens :].tolist()
+        self.tokens.put(ids[-1])
+        return torch.tensor([self._rule.ended(ids)], device=input_ids.device)
