@@ -14,6 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import pandas as pd
@@ -150,7 +151,10 @@ class _StopSearch(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # noqa: ARG002 - transformers' signature
         """One row: [1, S + T] -> [1], True where the completion is complete."""
-        tail = input_ids[0, self._prompt_tokens :][-self._longest :].tolist()
+        written = reversed(input_ids[0, self._prompt_tokens :].tolist())
+        # As StopRule.ended: special tokens that the text lacks may stand within a stop string, however many.
+        seen = (token for token in written if not (self._skip and token in self._special))
+        tail = list(islice(seen, self._longest))[::-1]
         ended = bool(self._stop) and self._first(self._decoded(tail)) is not None
         return torch.tensor([ended], device=input_ids.device)
 
