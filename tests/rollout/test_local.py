@@ -121,7 +121,9 @@ def test_a_truncated_completion_is_compared_by_the_policys_own_probabilities(eng
 
 
 def test_any_number_of_special_tokens_may_stand_within_a_stop_string(tokenizer):
-    ids = [one for text in ("5", *[str(tokenizer.eos_token)] * 20, "+") for one in tokenizer.encode(text, add_special_tokens=False)]
+    ids = [
+        one for text in ("5", *[str(tokenizer.eos_token)] * 20, "+") for one in tokenizer.encode(text, add_special_tokens=False)
+    ]
     rule = StopRule(tokenizer, frozenset(), sampling(stop=["5+"]))
     assert [rule.ended(ids[:-1]), rule.ended(ids), rule.text(ids)] == [False, True, "5+"]
 
