@@ -120,18 +120,22 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
     assert findings.forecasts == []
 
 
-@pytest.mark.parametrize("completion", [{}, {"format": "boxed"}])
-def test_a_number_that_is_copied_from_the_question_is_no_expression(run_config, make_row, completion):
+def test_a_number_that_is_copied_from_the_question_is_no_expression(run_config, make_row):
     stages = {"format": ["format"], "correctness": ["format", "correctness"]}
-    config = run_config(stages, completion={"equality": "math"} | completion, lab=SMALL)
-    asked = "Make {} from 92, 31 and 5."
-    found = run_lab(config, [make_row(line, "92 + 31 - 5", asked.format(118)) for line in (1, 2)])
+    config, copied = run_config(stages, completion={"equality": "math"}, lab=SMALL), "copied_from_the_question"
+
+    def asked(answer, value):
+        return [make_row(line, answer, f"Make {value} from 92, 31 and 5.") for line in (1, 2)]
+
+    found = run_lab(config, asked("92 + 31 - 5", 118))
     assert failed(found) == {"stage:correctness/gaming"}
-    [check] = [check for check in found.checks if check.outcome == "failed"]
-    assert check.probe == "copied_from_the_question"
+    assert [check.probe for check in found.checks if check.outcome == "failed"] == [copied]
     # A question without the value, and a truth that is a number, have nothing to copy.
-    for answer, value in (("92 + 31 - 5", 7), ("118", 118)):
-        assert failed(run_lab(config, [make_row(line, answer, asked.format(value)) for line in (1, 2)])) == set()
+    assert failed(run_lab(config, asked("92 + 31 - 5", 7))) == set()
+    boxed = CompletionConfig(format="boxed", equality="math")
+    for answer, value, times in (("92 + 31 - 5", 118, 1), ("92 + 31 - 5", 7, 0), ("118", 118, 0)):
+        [row, _] = asked(answer, value)
+        assert [probe.kind for probe in make_probes(row, boxed)].count(copied) == times
 
 
 @pytest.mark.slow
