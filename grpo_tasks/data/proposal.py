@@ -25,7 +25,7 @@ from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import is_pattern, shards_of
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
-from grpo_tasks.data.judge import judge
+from grpo_tasks.data.judge import RowVerdict, judge
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
 from grpo_tasks.data.records import CHAT_COLUMNS
 from grpo_tasks.data.sources import ROWS, load_sources, preview
@@ -279,21 +279,7 @@ def _tried(
         stages=[StageConfig(name="train", rewards=["format"])],
         seed=42,
     )
-    load_sources(config.data, directory=folder)
-    raw, counter = pl.read_parquet(folder / ROWS), reader.counter
-    verdict = judge(raw, config=config, counter=counter, markers=counter.special_tokens)
-    broken = [rule for rule in verdict.rules if rule.rows]
-    if any(rule.rule == "media_with_text" for rule in broken):
-        # Another column is no way out: the text next to an image is not the whole question.
-        first = verdict.quarantine.filter(rule="media_with_text").row(0, named=True)
-        raise DataError(
-            f"rows have an image, a sound or a video next to their text ({first['value']}); only text is trained on",
-            place=row_place(first["source"], first["line"]),
-            fix="remove the column; where the text is complete without it, write it to a file of its own",
-        )
-    if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
-        worst = max(broken, key=lambda rule: rule.rows)
-        raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
+    verdict = _accepted(config, reader, folder)
     # From all of the file, or the first of several tasks would decide for the others.
     known = verdict.accepted["answer"].drop_nulls()
     truths = known.gather_every(max(1, math.ceil(len(known) / PREVIEW_ROWS))).to_list()
@@ -322,11 +308,31 @@ def _tried(
         commas=verdict.commas,
         rows=verdict.rows,
         refused=verdict.num_quarantined,
-        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
+        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in verdict.rules if rule.rows],
         max_prompt_length=min(reader.max_prompt_length, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
         objects=objects,
-        answer_tokens=max(counter.count([[{"role": "user", "content": text}] for text in written]), default=0),
+        answer_tokens=max(reader.counter.count([[{"role": "user", "content": text}] for text in written]), default=0),
     )
+
+
+def _accepted(config: RunConfig, reader: Reader, folder: Path) -> RowVerdict:
+    """The verdict about rows that are read in this way; raises `_RefusedReading`, or `DataError` where none could be right."""
+    load_sources(config.data, directory=folder)
+    counter = reader.counter
+    verdict = judge(pl.read_parquet(folder / ROWS), config=config, counter=counter, markers=counter.special_tokens)
+    broken = [rule for rule in verdict.rules if rule.rows]
+    if any(rule.rule == "media_with_text" for rule in broken):
+        # Another column is no way out: the text next to an image is not the whole question.
+        first = verdict.quarantine.filter(rule="media_with_text").row(0, named=True)
+        raise DataError(
+            f"rows have an image, a sound or a video next to their text ({first['value']}); only text is trained on",
+            place=row_place(first["source"], first["line"]),
+            fix="remove the column; where the text is complete without it, write it to a file of its own",
+        )
+    if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
+        worst = max(broken, key=lambda rule: rule.rows)
+        raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
+    return verdict
 
 
 def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:

@@ -37,6 +37,7 @@ PERFECT = "perfect"
 WRONG_ANSWER = "wrong_answer_right_format"
 LISTING = "every_answer"
 COPIED = "copied_from_the_question"
+REPEATED = "repeated"
 CUT_OFF = "cut_off"
 BOXED = "boxed"
 
@@ -89,7 +90,7 @@ def _any_format(
         "partial": {CUT_OFF: None if perfect is None else text[: len(text) // 2], WRONG_ANSWER: wrong},
         "empty": {"empty": "", "blank": " \n\t ", "invisible": "\u200b", **FORMATS[completion.format].empty(completion)},
         "gamed": {
-            "repeated": None if perfect is None else f"{text}\n" * 3,
+            REPEATED: None if perfect is None else f"{text}\n" * 3,
             COPIED: None if own or copied is None else perfect_completion(copied, completion),
         },
         "edge": {

@@ -22,6 +22,7 @@ from grpo_tasks.lab.probes import (
     CUT_OFF,
     LISTING,
     PERFECT,
+    REPEATED,
     WRONG_ANSWER,
     GroupSample,
     ProbeSet,
@@ -370,8 +371,11 @@ def _gaming(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCh
     for row in rows:
         for total, index in row.totals.get("gamed", ()):
             lead = total - row.perfect
-            answers = probe_set.probes[index].kind in (LISTING, COPIED) and not row.judges_answers
-            if lead < -SAME_SCORE or (answers and lead <= SAME_SCORE):
+            kind = probe_set.probes[index].kind
+            may_tie = kind in (LISTING, COPIED) and not row.judges_answers
+            # Where the last answer counts, a reply that is repeated is a reply, and gains nothing.
+            may_tie |= kind == REPEATED and probe_set.completion.format in ("boxed", "regex")
+            if lead < -SAME_SCORE or (may_tie and lead <= SAME_SCORE):
                 continue
             detail = f"earns {total:g}, the perfect completion {row.perfect:g}"
             if lead > SAME_SCORE or not row.ranks_nothing:

@@ -324,7 +324,7 @@ def test_commas_units_packed_shards_and_splits_are_read_and_said(here):
     assert {row.answer for row in read_prompts(report.eval)} == {f"{n}.5" for n in range(20)}
 
 
-def test_text_next_to_a_question_of_several_columns_is_joined_with_all_of_them(tmp_path):
+def test_text_next_to_a_question_of_several_columns_joins_all_of_them(tmp_path):
     texts = {name: lambda n, name=name: f"{name} {n} holds {n * 7} of them." for name in ("Body", "Remark")}
     rows = write_rows(tmp_path / "rows.jsonl", **texts, Question=lambda n: f"How many {n}?", Answer=lambda n: n * 7)
     [first, *_] = candidates(rows)
@@ -510,7 +510,7 @@ def test_a_pretrained_model_gets_the_training_of_the_preset_for_own_tables(here,
     assert load_config("sums.yaml").stages[0].per_device_train_batch_size == 16
 
 
-def test_a_model_that_is_not_here_is_counted_with_the_embedded_one_and_said_so(here):
+def test_a_model_that_is_not_here_is_counted_with_the_embedded_one(here):
     write_long_rows(here / "long.jsonl", working=0)
     output = " ".join(init("long.jsonl", "--yes", "--model", QWEN).split())
     assert f"lengths are counted in tokens of embedded:base, about one a character, because of {QWEN}" in output
@@ -521,7 +521,7 @@ def test_a_model_that_is_not_here_is_counted_with_the_embedded_one_and_said_so(h
 
 
 @pytest.mark.parametrize("given", ["no/such/folder", "./none", "sums.jsonl"])
-def test_a_model_that_cannot_be_one_is_refused_before_the_rows_are_read(here, given):
+def test_a_path_that_is_no_model_is_refused_at_once(here, given):
     assert "fix:" in init("sums.jsonl", "--yes", "--model", given, expect=2)
     assert not (here / "sums.yaml").exists()
 

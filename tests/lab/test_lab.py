@@ -504,7 +504,7 @@ def test_golds_that_cannot_be_found_are_refused(run_config, own_module, style_ro
     ],
 )
 def test_every_format_can_be_probed(run_config, rows, completion):
-    findings = run_lab(run_config({"s": ["format", "correctness"]}, completion=completion, lab=SMALL | {"strict": False}), rows)
+    findings = run_lab(run_config({"s": ["format", "correctness"]}, completion=completion, lab=SMALL), rows)
     assert failed(findings) == set()
     assert findings.probes.filter(role="perfect")["reward_correctness"].to_list() == [1.0] * 3
 
