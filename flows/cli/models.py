@@ -136,8 +136,8 @@ def chat(
         trained_with = "" if lineage is None or lineage.system_prompt == "null" else lineage.system_prompt
         given = trained_with if system is None else system
         before = [{"role": "system", "content": given}] if given else []
-        stops = {} if lineage is None else {"stop": lineage.stop, "include_stop": lineage.include_stop_str_in_output}
-        session = ChatSession(folder, **stops)
+        include = lineage is None or lineage.include_stop_str_in_output
+        session = ChatSession(folder, stop=() if lineage is None else lineage.stop, include_stop=include)
         while (text := question or _read()) is not None:
             messages, chosen = [*before, {"role": "user", "content": text}], {"temperature": temperature, "top_p": top_p}
             for piece in session.answer(messages, max_new_tokens=max_new_tokens, greedy=greedy, **chosen):
