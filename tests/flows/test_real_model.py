@@ -92,7 +92,7 @@ def test_engine_transformers_chat_and_published_model_answer_alike(real_model, t
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
     trained.save_pretrained(tmp_path / "adapter")
-    user = [{"role": "user", "content": "What is 15 + 27? Show the steps."}]
+    user = [{"role": "user", "content": "Write two sentences about the sea."}]
     chat = user if system is None else [{"role": "system", "content": system}, *user]
     model = ModelConfig(path=str(real_model), merged_dtype="float32", lora={"r": 4, "lora_alpha": 8, "target_modules": targets})
     ref = ModelRef(path=str(real_model), adapter=tmp_path / "adapter")
@@ -113,7 +113,7 @@ def test_engine_transformers_chat_and_published_model_answer_alike(real_model, t
     out = AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=24, do_sample=False)
     assert out[0, prompt["input_ids"].shape[1] :].tolist() == list(free.token_ids)
     # A token of several characters, cut in two.
-    token = next(text for number in free.token_ids[6:] if len(text := tokenizer.decode([number])) > 3)
+    token = next(text for number in free.token_ids[2:] if len(text := tokenizer.decode([number])) > 3)
     for stop, include in ([], True), ([token[:-1]], True), ([token[1:3]], False):
         rollout = RolloutConfig(max_completion_length=24, stop=stop, include_stop_str_in_output=include)
         wanted, settings = sampled(rollout), {"device": "cpu", "max_tokens": 24, "stop": stop, "include_stop": include}
