@@ -99,7 +99,7 @@ class Reader:
 
     @classmethod
     def of(cls, model: str) -> "Reader":
-        """The model at a path. One that is not on this machine, or reads no chats, is read with the embedded model's tokenizer."""
+        """The model at a path. One that is not on this machine, or reads no chats, is read with the embedded tokenizer."""
         try:
             counter = load_counter(ModelConfig(path=model))
             check_system_prompt(counter.tokenizer, SYSTEM_PROMPT)
