@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from flows.flow_run import FlowRun
-from flows.model_names import DATE, with_local_model
+from flows.model_names import DATE, DTYPE, with_local_model
 from flows.steps import base_model, difficulty_inputs, evaluation_inputs, guard_config, guard_inputs, measured_at_start
 from grpo_tasks.content.markdown import as_markdown
 from grpo_tasks.kit.progress import Progress, report
@@ -90,8 +90,8 @@ def estimate_of(config: RunConfig, *, fresh: bool) -> Estimate:
     real = (config.resources.output_dir / config.name).resolve()
     with tempfile.TemporaryDirectory() as name:
         scratch, resources = Path(name), config.resources
-        if not (real / DATE).is_file():
-            # The first run in a folder leaves the day there; a dry run leaves nothing.
+        if not any((real / name).is_file() for name in (DATE, DTYPE)):
+            # The first run in a folder leaves the day and the precision there; a dry run leaves nothing.
             config = config.model_copy(update={"resources": resources.model_copy(update={"output_dir": scratch})})
         config = with_local_model(config).model_copy(update={"resources": resources})
 

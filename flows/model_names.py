@@ -20,7 +20,8 @@ from tempfile import NamedTemporaryFile
 from flows.preflight import REGISTERED, check_model, check_working_directory
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.limited_model import check_model_files
-from grpo_tasks.content.model_files import asks_for_date, hub_snapshot, rounds
+from grpo_tasks.content.model_files import BITS, asks_for_date, hub_snapshot, rounds
+from grpo_tasks.kit.cards import fastest_dtype
 from grpo_tasks.kit.files import replacing
 from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import TEMPLATE_DATE
@@ -31,6 +32,8 @@ from schemas.results.model import ModelRef
 
 DATE = "template_date"
 """File in the folder of a config's results: the day that the chat template writes in all its runs."""
+DTYPE = "model_dtype"
+"""File in the same folder: what model.dtype auto stands for in all its runs."""
 
 
 def is_registered_name(name: str) -> bool:
@@ -131,23 +134,32 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The config with the folder of the registered model that `model.path` names, if it names one, and a fixed date.
+    """The config with the folder of the registered model that `model.path` names, if it names one, a named precision and a fixed
+    date.
 
     `ConfigError` where the model was published in a precision that model.dtype would round.
     """
     # Here too, because a download is the first thing that a flow may write.
     check_working_directory()
-    name, registered = config.model.path, False
+    name = config.model.path
     found = registered_model(name, config.tracking, config.resources.output_dir / "models")
     folder = Path(found.path if found is not None else resolve(name))
-    saved = rounds(config.model.dtype, folder)
-    if saved is not None:
+
+    def published_in(dtype: str) -> str | None:
+        # The precision of a published model that `dtype` would round.
+        saved = rounds(dtype, folder)
+        if saved is None:
+            return None
         # Imported here: it takes seconds, and hardly any model is saved in a longer precision than it is used in.
         from grpo_tasks.tracking.models import ORIGIN
 
         # Of a model from elsewhere nobody knows whether the precision of its files matters; a downloaded one has this file.
-        registered = found is not None or (folder / ORIGIN).is_file()
-    if registered:
+        return saved if found is not None or (folder / ORIGIN).is_file() else None
+
+    if config.model.dtype == "auto":
+        fastest = fastest_dtype(config.resources.device)
+        config = with_fixed_dtype(config, published_in(fastest) or fastest)
+    if saved := published_in(config.model.dtype):
         raise ConfigError(
             f"{name} was published in {saved}, because a shorter precision would lose what it learned; with "
             f"model.dtype: {config.model.dtype} a run would start from another model",
@@ -167,14 +179,7 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
     given, model = config.rollout.chat_template_kwargs, config.model
     if TEMPLATE_DATE in given or not asks_for_date(resolve(model.path), model.revision):
         return config
-    file = config.resources.output_dir / config.name / DATE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as new:
-        new.write(datetime.now().astimezone().date().isoformat())
-        new.flush()
-        # Whole or not at all; two runs that start at once both get the day of the first one.
-        with suppress(FileExistsError):
-            os.link(new.name, file)
+    file = _of_first_run(config, DATE, datetime.now().astimezone().date().isoformat())
     day = file.read_text(encoding="utf-8").strip()
     try:
         date.fromisoformat(day)
@@ -184,6 +189,31 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
         ) from error
     rollout = config.rollout.model_copy(update={"chat_template_kwargs": {**given, TEMPLATE_DATE: day}})
     return config.model_copy(update={"rollout": rollout})
+
+
+def with_fixed_dtype(config: RunConfig, dtype: str) -> RunConfig:
+    """The config with what model.dtype auto stands for: `dtype`, or that of the first run in the same folder of results.
+
+    A run that is resumed on another machine would otherwise be another run.
+    """
+    file = _of_first_run(config, DTYPE, dtype)
+    fixed = file.read_text(encoding="utf-8").strip()
+    if fixed not in BITS:
+        raise ConfigError(f"{fixed[:40]!r} is no precision", place=str(file), fix="delete the file, or name one as model.dtype")
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": fixed})})
+
+
+def _of_first_run(config: RunConfig, name: str, value: str) -> Path:
+    """The file of this name in the folder of the config's results; it gets the value if no run has left one there."""
+    file = config.resources.output_dir / config.name / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as new:
+        new.write(value)
+        new.flush()
+        # Whole or not at all; two runs that start at once both get the value of the first one.
+        with suppress(FileExistsError):
+            os.link(new.name, file)
+    return file
 
 
 def with_pinned_model(config: RunConfig) -> RunConfig:

@@ -44,6 +44,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import TYPE_CHECKING, Any
 
 from grpo_tasks.data.table import prompt_id, read_table
+from grpo_tasks.kit.cards import fastest_dtype
 from grpo_tasks.running.progress import StageProgress, StepProgress
 from grpo_tasks.running.step import Inputs, Made, Step
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
@@ -138,6 +139,7 @@ def train_stage(
         ConfigError: a reward function cannot be used here, or the directory holds another stage.
         RewardError, TrainingError: the stage failed.
     """
+    config = _with_dtype(config)
     folder, start = _folder(directory), start or base_model(config)
     config = config.model_copy(update={"rewards": add_rewards(config.rewards, rewards or {}, folder)})
     settings = config.stage(stage) if isinstance(stage, str) else stage
@@ -164,7 +166,13 @@ def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *in
     its further inputs, in their order.
     """
     made: Callable[..., Made] = step.made_in
-    return made(_folder(directory), config.resources, config, *inputs)
+    return made(_folder(directory), config.resources, _with_dtype(config), *inputs)
+
+
+def _with_dtype(config: RunConfig) -> RunConfig:
+    # What model.dtype auto stands for on this machine.
+    named = {"dtype": fastest_dtype(config.resources.device)} if config.model.dtype == "auto" else {}
+    return config.model_copy(update={"model": config.model.model_copy(update=named)})
 
 
 def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path) -> MergeProof:
@@ -246,7 +254,7 @@ def completions_of(
     from grpo_tasks.rollout.local import LocalEngine
     from grpo_tasks.rollout.sample_table import sample_rows
 
-    system = config.data.system_prompt
+    config, system = _with_dtype(config), config.data.system_prompt
     before = [{"role": "system", "content": system}] if system else []
     chats = [(*before, {"role": "user", "content": question}) for question in questions]
     rows = [PromptRow(prompt_id(chat, None), "question", number, chat, None, 0, {}) for number, chat in enumerate(chats)]

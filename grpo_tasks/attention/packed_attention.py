@@ -6,13 +6,15 @@ everything else  scaled dot-product attention with a mask over [prompt | own] (`
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_tasks.attention.shared_prompt import PackedRow, Spans
+from grpo_tasks.attention.recurrent import Beginnings, mix_packed
+from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, Spans
 from grpo_tasks.attention.varlen import Sequences, VarlenAttention, repeat_heads, sum_heads, varlen_kernel
 from grpo_tasks.kit.pinned import moved
 
@@ -62,6 +64,15 @@ class PackedAttention:
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
         return attended[..., :depth]
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:  # noqa: ARG002
+        """See `SharedPrompt`."""
+        return mix_packed(self.row, self.beginnings, mixer, hidden)
+
+    @cached_property
+    def beginnings(self) -> Beginnings:
+        """How layers with a state of their own read the prompts."""
+        return Beginnings(self.row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ prompt here (policy/batch.py). In this room L counts the tokens of the row, H th
 a head. There are P prompts, and N completions with an own part. The longest prompt has S tokens, the longest own part T.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +26,10 @@ from grpo_tasks.kit.pinned import moved
 
 NAME = "grpo_shared_prompt"
 """Our attention's name in transformers."""
+
+
+Mixer = Callable[..., Tensor]
+"""A layer with a state of its own: (tokens [N, T, H], states, mask [N, T] that is False at padding, or None) -> [N, T, H]."""
 
 
 class UnsupportedError(Exception):
@@ -49,6 +53,9 @@ class SharedPrompt(Protocol):
 
         `scale` is the factor of the scores, usually D ** -0.5, and `window` how many tokens a query sees, itself included.
         """
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "N T H"]) -> Float[Tensor, "N T H"]:
+        """What a layer with a state of its own makes of the new tokens, each row from the state of its prompt (recurrent.py)."""
 
 
 def use_shared_prompts(model: PreTrainedModel) -> None:

@@ -68,7 +68,6 @@ _MEANINGS = {
 class Training:
     """Settings of a training by the size of its model."""
 
-    dtype: str
     max_completion_length: int
     """Tokens."""
     max_steps: tuple[int, int]
@@ -80,9 +79,9 @@ class Training:
     eval_prompts: int
 
 
-TINY = Training("float32", 128, (50, 100), 16, 1, "1.0e-4", 0.01, 64)
+TINY = Training(128, (50, 100), 16, 1, "1.0e-4", 0.01, 64)
 """Of the embedded model, on a CPU."""
-PRETRAINED = Training("bfloat16", 256, (100, 500), 8, 4, "1.0e-5", 0.04, 256)
+PRETRAINED = Training(256, (100, 500), 8, 4, "1.0e-5", 0.04, 256)
 """Of the preset custom-csv."""
 
 
@@ -386,6 +385,9 @@ completion:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
     reader, training = proposal.reader, proposal.reader.training
     counted = f"\n  # {_comment(reader.note)}" if reader.note else ""
+    # The embedded model was made for float32: another precision would show other results than the pages.
+    faster = "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
+    dtype = "" if training is TINY else faster
     text = f"""\
 # Written by grpo init. Paths are relative to the folder where you call grpo.
 #   grpo validate {config_path}    checks every row
@@ -399,8 +401,7 @@ seed: 42
 model:
   path: {_scalar(reader.path)}    # a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a registered model NAME@champion;
                             # embedded:base is a tiny model that runs anywhere and knows only small sums
-  dtype: {training.dtype}    # precision of the base weights and of the forward pass
-  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
+{dtype}  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
 
 {_data(proposal)}
 validation:

@@ -29,6 +29,7 @@ from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device
+from grpo_tasks.policy.recurrent_layers import mixer_kernels
 from grpo_tasks.rewards.suite import RewardSuite, stage_weights
 from grpo_tasks.rollout.conversations import Player
 from grpo_tasks.rollout.engine import EngineReport, NoEngine, RolloutEngine, completion_seed
@@ -159,6 +160,8 @@ class Trainer:
         off = kl_guard_off(self.stage, measurable=self.learner.policies.measures_kl)
         if off is not None:
             self.events.report(0, "guard_off", off)
+        if kernels := mixer_kernels(self.learner.policies.model):
+            self.events.report(0, "recurrent_kernels", kernels)
         found = self.demonstrations
         if found is not None and found.refused:
             self.events.report(0, "demonstrations_refused", f"{found.summary()}; {REFUSED} names them")

@@ -28,6 +28,7 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.load import load_errors, new_policy
 from grpo_tasks.policy.logprobs import OwnHead, chunk_rows, completion_logprobs
+from grpo_tasks.policy.recurrent_layers import state_bytes
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -181,8 +182,10 @@ class StagePlan:
             encoded = rows * (self.prompt_length + self.rollout.max_completion_length)
             own, contexts = rows * self.turn_length, 1.5 * encoded
         seen = rows * config.vocab_size if self.rollout.repetition_penalty != 1.0 else 0
+        # Layers with a state of their own have no keys; they are counted with some all the same, which is more than they need.
+        states = rows * state_bytes(self._policy)
         return [
-            Item(f"keys and values of {rows} rows", (own + contexts) * token * (1 + SMALL_SHARE) + seen),
+            Item(f"keys and values of {rows} rows", (own + contexts) * token * (1 + SMALL_SHARE) + seen + states),
             Item("logits of a decoding step", _logit_bytes(self.rollout) * rows * config.vocab_size),
             Item(f"at most {GRAPHS} captured graphs", GRAPHS * config.num_hidden_layers * GRAPH_LAYER_BYTES),
             *([Item("contexts of the next turn", encoded * token)] if encoded else []),
@@ -364,6 +367,9 @@ def _fused(policy: CausalLM) -> list[list[nn.Module]]:
 def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
     """The plan of each stage of a run on GPUs with so many bytes; of the model only the config is read, else ModelError."""
     model = settings.model
+    if model.dtype == "auto":
+        # Not what this machine would take: the plan is for cards.
+        model = model.model_copy(update={"dtype": "bfloat16"})
     with load_errors("the config of the model", f"model.path: {model.path}"):
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
     length = settings.interaction.longest_prompt(settings.validation.max_prompt_length)

@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from grpo_tasks.attention.packed_attention import PackedAttention
-from grpo_tasks.attention.shared_prompt import PackedRow, no_mask, use_shared_prompts
+from grpo_tasks.attention.shared_prompt import PackedRow, no_mask
 from grpo_tasks.kit.pinned import moved
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
+from grpo_tasks.policy.recurrent_layers import share_prompts
 from grpo_tasks.policy.sharded import forward_pass
 
 Layout = Literal["packed", "plain"]
@@ -106,7 +107,7 @@ def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
     packed = batch.packed
     row = PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, packed.ids.device, packed.tail_lengths)
     causal = causal_model(model)
-    use_shared_prompts(causal)
+    share_prompts(causal)
     out = decoder_of(model)(
         input_ids=packed.ids,
         position_ids=packed.positions,

@@ -12,15 +12,17 @@ columns for own tokens, K key heads, R query heads per key head, H = K R query h
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from grpo_tasks.attention.shared_prompt import UnsupportedError
+from grpo_tasks.attention.recurrent import RecurrentStates
+from grpo_tasks.attention.shared_prompt import Mixer, UnsupportedError
 from grpo_tasks.kit.pinned import moved
 from grpo_tasks.rollout.graphs import Place
 
@@ -39,10 +41,15 @@ class DecodingCache:
         values: Sequence[Float[Tensor, "P K S _"]],
         lengths: Sequence[int],
         prompt_of: Sequence[int],
+        *,
+        layers: Sequence[int] | None = None,
+        states: Mapping[int, RecurrentStates] | None = None,
     ) -> None:
         if len({layer.shape[1] for layer in keys}) != 1:
             raise UnsupportedError("layers with different numbers of key heads")
         self._keys, self._values = list(keys), list(values)
+        self._slots = {layer: slot for slot, layer in enumerate(range(len(keys)) if layers is None else layers)}
+        """Where the keys of a layer are."""
         self._heads, self._device = keys[0].shape[1], keys[0].device
         self._lengths, self._prompt_of, self._copies = list(lengths), list(prompt_of), 0
         # Keys and values of a layer in one tensor [2, N, K, L, D], so that both can be written at once.
@@ -56,6 +63,9 @@ class DecodingCache:
         self._nothing, self._hidden = keys[0].new_zeros(()), keys[0].new_full((), -torch.inf)
         self._place: Place | None = None
         self._width: int | None = None
+        every = moved(torch.tensor(self._prompt_of), self._device)
+        self._states = {layer: StepStates(each, every) for layer, each in (states or {}).items()}
+        """Of layers with a state of their own: they differ from row to row after the first step."""
         self._lay_out()
         self.make_room(0)
 
@@ -81,11 +91,13 @@ class DecodingCache:
             padding = (0, 0, 0, max(0, context - keys.shape[2]))
             self._keys[layer] = place(f"keys {layer}", functional.pad(keys, padding))
             self._values[layer] = place(f"values {layer}", functional.pad(values, padding))
+        self._change_states(lambda state: state)
         self._lay_out()
 
     def reads(self) -> list[Tensor]:
         """See `StaticState`."""
-        return [*self._keys, *self._values, *self._own, *(getattr(self, name) for name in LAYOUT)]
+        states = [state for each in self._states.values() for state in each.tensors()]
+        return [*self._keys, *self._values, *self._own, *states, *(getattr(self, name) for name in LAYOUT)]
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """Drop all other rows, and the prompts that have no row left; `copies` of the first row fill the batch up."""
@@ -100,6 +112,7 @@ class DecodingCache:
         chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._device)
         for layer, own in enumerate(self._own):
             self._own[layer] = self._placed(f"own {layer}", own.index_select(1, chosen))
+        self._change_states(lambda state: state.index_select(0, chosen))
         self._lay_out()
 
     def begin_step(self, column: Int[Tensor, " 1"]) -> Int[Tensor, "N 1"]:
@@ -118,11 +131,17 @@ class DecodingCache:
         window: int | None = None,
     ) -> Float[Tensor, "N H 1 _"]:
         """Attention of one new token per row to its prompt and to the row's own tokens; see `SharedPrompt`."""
-        if layer >= len(self._keys):
+        slot = self._slots.get(layer)
+        if slot is None:
             raise UnsupportedError("layers that share their keys and values")
-        for own, new in zip(self._own[layer], (key, value), strict=True):
+        for own, new in zip(self._own[slot], (key, value), strict=True):
             own[..., : new.shape[-1]].index_copy_(2, self._column, new)
-        return self.read(layer, query, scale, window)
+        return self.read(slot, query, scale, window)
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "N 1 H"]) -> Float[Tensor, "N 1 H"]:
+        """One step of each row from its own state; see `SharedPrompt`."""
+        outputs: Tensor = mixer(hidden, self._states[layer], None)
+        return outputs
 
     def append(self, layer: int, both: Float[Tensor, "N 2 K D"]) -> None:
         """Store the keys and the values of the current token."""
@@ -215,8 +234,53 @@ class DecodingCache:
                 if hasattr(self, name):
                     setattr(self, name, self._place(name, getattr(self, name)))
 
+    def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer, states in self._states.items():
+
+            def changed(name: str, state: Tensor, layer: int = layer) -> Tensor:
+                return self._placed(f"{name} {layer}", change(state))
+
+            states.move(changed)
+
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self._place is None else self._place(name, tensor)
+
+
+class StepStates(RecurrentStates):
+    """States of N rows that stay where they are: a step replaces their numbers."""
+
+    def __init__(self, prompts: RecurrentStates, rows: Int[Tensor, " N"]) -> None:
+        """Each row begins with a copy of the state of its prompt."""
+        super().__init__(continues=True)
+        begun = prompts.begin(lambda state: state.index_select(0, rows))
+        self.conv_states, self.recurrent_states = begun.conv_states, begun.recurrent_states
+
+    def tensors(self) -> list[Tensor]:
+        """All states."""
+        return [*self.conv_states.values(), *self.recurrent_states.values()]
+
+    def move(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Put what `change` makes of each state, by its name, in its place."""
+        self.conv_states = {at: change(f"conv {at}", state) for at, state in self.conv_states.items()}
+        self.recurrent_states = {at: change(f"recurrent {at}", state) for at, state in self.recurrent_states.items()}
+
+    def update_conv_state(self, inputs: Float[Tensor, "N C 1"], layer_idx: int, **options: Any) -> Float[Tensor, "N C _"]:
+        """See `RecurrentStates`. Most mixers update it themselves, in place as well."""
+        both = super().update_conv_state(inputs, layer_idx, **options)
+        state = self.conv_states[options.get("state_idx", 0)]
+        state.copy_(both[..., -state.shape[-1] :])
+        return both
+
+    def update_recurrent_state(
+        self,
+        states: Float[Tensor, "N ..."],
+        layer_idx: int,  # noqa: ARG002
+        *,
+        state_idx: int = 0,
+        **_: Any,
+    ) -> Tensor:
+        """See `RecurrentStates`."""
+        return self.recurrent_states[state_idx].copy_(states)
 
 
 def multiply_into(part: Tensor, multiply: Callable[..., Tensor]) -> None:

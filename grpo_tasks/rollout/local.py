@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.content.tokenizer import end_token_ids
@@ -26,6 +26,7 @@ from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
+from grpo_tasks.policy.recurrent_layers import encode_contexts, recurrent_layers, share_prompts
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
 from grpo_tasks.rollout.decoding_cache import DecodingCache
@@ -249,18 +250,26 @@ class SharedPromptState:
         fused: FusedDecoder | None = None,
         windows: dict[int, int | None] | None = None,
     ) -> None:
+        share_prompts(model)
+        recurrent = recurrent_layers(model)
         layers = DynamicCache(config=causal_model(model).config).layers
-        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        # transformers has states for layers without attention too (Nemotron-H), which remember nothing.
+        known = (DynamicLayer, DynamicSlidingWindowLayer)
+        if any(type(layer) not in known and not (recurrent and isinstance(layer, LinearAttentionLayer)) for layer in layers):
             raise UnsupportedError("layers with more to remember than keys and values")
-        cache = encode_context(model, prompts)
-        lengths = [length - 1 for length in prompts.packed.stem_lengths]
-        keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+        lengths, prompt_of = [length - 1 for length in prompts.packed.stem_lengths], prompts.prompt_of.tolist()
+        if recurrent:
+            found = encode_contexts(model, prompts)
+            keys, values = list(found.keys.values()), list(found.values.values())
+            self.cache = DecodingCache(keys, values, lengths, prompt_of, layers=list(found.keys), states=found.states)
+        else:
+            cache = encode_context(model, prompts)
+            keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+            self.cache = DecodingCache(keys, values, lengths, prompt_of)
         self._model, self._fused = model, fused
         self.static = not angles_depend_on_length(causal_model(model))
-        self.cache = DecodingCache(keys, values, lengths, prompts.prompt_of.tolist())
         if windows is not None:
             self.cache.windows = windows
-        use_shared_prompts(causal_model(model))
 
     def forward(self, tokens: Int[Tensor, " N"], column: Int[Tensor, " 1"]) -> Float[Tensor, "N V"]:
         """See `DecodingState`."""

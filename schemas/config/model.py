@@ -48,9 +48,10 @@ class ModelConfig(Section):
     is the tiny model that ships with this project."""
     revision: Details[str | None] = None
     """Hub revision (branch, tag or commit). Leave it empty for local folders."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the
-    loss so that small gradients do not underflow; bfloat16 needs no scaling."""
+    loss so that small gradients do not underflow; bfloat16 needs no scaling. auto: bfloat16 where the GPU or CPU that starts the
+    first run multiplies faster in it, else float32; later runs of the same name keep to that."""
     merged_dtype: Details[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """Precision in which the merged model is saved. auto: the first of bfloat16, float16 and float32 that keeps at least 95 % of
     what training changed. A precision that you name and that keeps less is refused. The merge itself is computed in float32."""

@@ -227,6 +227,8 @@ class RunConfig(Section):
             if cluster and stage.engine == "trl":
                 # Only our own checkpoints travel back from a node.
                 yield f"engine trl trains on one machine only; fix: stages.{index}.engine: native"
+        if cluster and self.model.dtype == "auto":
+            yield "model.dtype auto looks at the machine that starts a run, and stages run on others; fix: model.dtype: bfloat16"
         if cluster and self.model.added_tokens and self.rollout.engine == "vllm":
             yield (
                 "a rollout server on a cluster has no rows for model.added_tokens; fix: rollout.engine: local, "

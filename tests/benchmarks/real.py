@@ -13,14 +13,16 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_tasks.policy.logprobs import chunk_rows
 from tests.benchmarks.__main__ import OUT, Line, best, report
 from tests.benchmarks.sides import Work
 
@@ -44,32 +46,71 @@ def machine_rate(dtype: torch.dtype) -> float:
     return 2 * SIDE**3 / min(times)
 
 
-def weights(folder: str) -> tuple[int, int]:
-    """Elements of the matrices of all layers, and of the head; both are multiplied with every position that needs them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    head = model.get_output_embeddings()
-    layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-    return sum(part.weight.numel() for part in layers), head.weight.numel()
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a model: what an update and a rollout cannot do without, whatever else they do."""
+
+    layers: list[tuple[int, int]]
+    """Outputs and inputs of the matrices of all layers, which are multiplied with every token."""
+    head: tuple[int, int]
+    """Those of the head, which only what is drawn goes through."""
+
+    @classmethod
+    def of(cls, folder: str) -> "Products":
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        head = model.get_output_embeddings()
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        return cls([tuple(part.weight.shape) for part in layers], tuple(head.weight.shape))
+
+    def operations(self, tokens: int, drawn: int) -> int:
+        """Of one direction. The matrices are frozen, so the way back has one product each, too."""
+        return 2 * (tokens * sum(out * into for out, into in self.layers) + drawn * self.head[0] * self.head[1])
+
+    @torch.inference_mode()
+    def seconds(self, dtype: torch.dtype, tokens: int, drawn: int, *, backward: bool) -> float:
+        """How long these products take alone, the best of five; every matrix is a tensor of its own, as in a model."""
+        chunk = chunk_rows(self.head[0], torch.device("cpu"))
+        sized = [(shape, tokens) for shape in self.layers]
+        sized += [(self.head, min(chunk, drawn - row)) for row in range(0, drawn, chunk)]
+        head = torch.rand(*self.head).to(dtype)
+        own = [torch.rand(*shape).to(dtype) for shape in self.layers] + [head] * (len(sized) - len(self.layers))
+        given = {(rows, into): torch.rand(rows, into).to(dtype) for (_, into), rows in sized}
+        slopes = {(rows, out): torch.rand(rows, out).to(dtype) for (out, _), rows in sized} if backward else {}
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for ((out, into), rows), matrix in zip(sized, own, strict=True):
+                functional.linear(given[rows, into], matrix)
+                if backward:
+                    slopes[rows, out] @ matrix
+            times.append(time.perf_counter() - began)
+        return min(times)
 
 
 def shares(work: Work) -> list[Line]:
     """Share of the machine's rate that the model's own products have of an update without its rollout, and of a rollout.
 
-    Counted once, whatever is computed twice: forwards, and backwards to the activations (the matrices are frozen), so 2 and 2
-    operations an element and position. Attention and the adapter are left out. The rollout has its prompts in it.
+    Counted once, whatever is computed twice: forwards, and backwards to the activations, because the matrices are frozen.
+    Attention and the adapter are left out. The rollout has its prompts in it. What the same products reach alone, at these sizes,
+    is the most that anything could.
     """
-    layers, head = weights(work.model)
-    prompts = work.prompts * work.prompt_tokens
-    drawn = work.completions * work.completion_tokens
-    rate = machine_rate(getattr(torch, work.dtype))
+    products, dtype = Products.of(work.model), getattr(torch, work.dtype)
+    prompts, drawn = work.prompts * work.prompt_tokens, work.completions * work.completion_tokens
+    rate = machine_rate(dtype)
     timing = best([("ours", work)])[0]
-    update = 4 * ((prompts + drawn) * layers + drawn * head) / (timing["step_s"] - timing["rollout_s"])
-    rollout = 2 * ((prompts + drawn) * layers + drawn * head) / timing["rollout_s"]
+    update, rollout = 2 * products.operations(prompts + drawn, drawn), products.operations(prompts + drawn, drawn)
+    alone = products.seconds(dtype, prompts + drawn, drawn, backward=True)
+    steps = products.seconds(dtype, work.completions, work.completions, backward=False) * work.completion_tokens
     what = f"{work.completions} x {work.completion_tokens} tokens, {work.dtype}"
-    found = [("update share", f"update without its rollout, {what}", update), ("decoding share", f"rollout, {what}", rollout)]
+    found = [
+        ("update share", f"update without its rollout, {what}", update / (timing["step_s"] - timing["rollout_s"])),
+        ("products of an update", f"its products alone, {what}", update / alone),
+        ("decoding share", f"rollout, {what}", rollout / timing["rollout_s"]),
+        ("products of a rollout", f"its products alone, {what}", products.operations(drawn, drawn) / steps),
+    ]
     return [
-        Line(f"{name}, {work.dtype}", f"{said}: of large products", "GFLOP/s", done / 1e9, rate / 1e9, True, PROMISED[name])
+        Line(f"{name}, {work.dtype}", f"{said}: of large products", "GFLOP/s", done / 1e9, rate / 1e9, True, PROMISED.get(name))
         for name, said, done in found
     ]
 
@@ -91,11 +132,14 @@ def main() -> None:
     folder, began = sys.argv[1], time.monotonic()
     if not (Path(folder) / "config.json").is_file():
         raise SystemExit(f"{folder} is no model; fix: MODEL=DIR, a folder with config.json, safetensors and a tokenizer")
-    lines = [line for dtype in ("float32", "bfloat16") for line in shares(replace(SHORT, model=folder, dtype=dtype))]
-    if "--share" not in sys.argv:
-        for work in (SHORT, LONG):
-            for dtype in ("float32", "bfloat16"):
-                lines += beside_trl(replace(work, model=folder, dtype=dtype))
+    asked = [(shares, SHORT), *([] if "--share" in sys.argv else [(beside_trl, SHORT), (beside_trl, LONG)])]
+    lines = []
+    for measure, work in asked:
+        for dtype in ("float32", "bfloat16"):
+            for line in measure(replace(work, model=folder, dtype=dtype)):
+                # Now, because all of it takes half an hour.
+                print(f"{line.what}: {line.ours:.4g} and {line.theirs:.4g} {line.unit}, {line.ratio:.2f}", flush=True)
+                lines.append(line)
     report("real", lines, time.monotonic() - began)
     load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {THREADS} threads, load {load}; written to {OUT / 'real.json'}")

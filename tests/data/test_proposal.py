@@ -502,7 +502,7 @@ def test_lengths_are_counted_with_the_tokenizer_of_the_model(here, words):
 def test_a_pretrained_model_gets_the_training_of_the_preset_for_own_tables(here, words):
     init("sums.jsonl", "--yes", "--model", words)
     config, preset = load_config("sums.yaml"), load_config("custom-csv")
-    assert config.model.dtype == preset.model.dtype == "bfloat16"
+    assert config.model.dtype == "auto"
     assert config.rollout.max_completion_length == preset.rollout.max_completion_length
     assert config.evaluation == preset.evaluation
     assert config.stages == preset.stages

@@ -11,10 +11,15 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.extract import extract
+from schemas.config.load import load_config
 from tests.flows.place import Place
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml"))
+OTHERS_DATA = "real-model"
+"""This example is for data of other people, which are not part of the repository."""
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml") if path.parent.name != OTHERS_DATA)
 QUICK = {
     "stages.0.max_steps": 2,
     "stages.1.max_steps": 2,
@@ -63,6 +68,24 @@ def test_the_other_runs_of_an_example_are_valid_configs(name, file, named, tmp_p
     outcome = CliRunner().invoke(app, ["run", file, "--dry-run"])
     assert outcome.exit_code == 0, outcome.output
     assert named in outcome.output
+
+
+def test_calculations_of_real_problems_give_their_answers(real_data, tmp_path, monkeypatch):
+    shutil.copytree(EXAMPLES / OTHERS_DATA, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    module_of(OTHERS_DATA, "make_data").main(real_data / "svamp" / "svamp_700.json", real_data / "mawps" / "multiarith.jsonl")
+    train, test = ([json.loads(line) for line in Path(name).read_text().splitlines()] for name in ("train.jsonl", "test.jsonl"))
+    assert (len(train), len(test)) == (1100, 200)
+    shown = [row for row in train if row["solution"]]
+    assert shown[0]["solution"] == "<answer>76 - 25</answer>"
+    assert not {row["question"] for row in train} & {row["question"] for row in test}
+    completion = load_config("config.yaml").completion
+    read = [extract(row["solution"], completion) for row in shown]
+    assert all(
+        one.strict_format and answers_equal(one.answer, row["answer"], "math") for one, row in zip(read, shown, strict=True)
+    )
+    outcome = CliRunner().invoke(app, ["run", "config.yaml", "--dry-run", "--set", "model.path=embedded:base"])
+    assert outcome.exit_code == 0, outcome.output
 
 
 def test_demonstrations_of_the_calculator_are_right_and_call_nothing():

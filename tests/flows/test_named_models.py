@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from flows import model_names
 from flows.flow_run import pipeline_key
 from flows.frozen_inputs import frozen_inputs
-from flows.model_names import DATE, copy_model, with_fixed_date, with_local_model, with_pinned_model
+from flows.model_names import DATE, DTYPE, copy_model, with_fixed_date, with_local_model, with_pinned_model
 from flows.sweeps.flow import pinned
 from flows.sweeps.variant import plans_of
 from grpo_tasks.content.model_files import asks_for_date
@@ -19,8 +19,10 @@ from grpo_tasks.content.tokenizer import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.key import content_key
 from grpo_tasks.steps.probe_rewards import _date
+from grpo_tasks.tracking.models import ORIGIN
 from schemas.config.grid import make_grid
 from schemas.config.load import load_config
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
@@ -186,3 +188,26 @@ def test_what_is_no_day_is_refused_with_the_fix(dated, tmp_path, given):
     (tmp_path / "runs" / "small" / DATE).write_text(str(given))
     with pytest.raises(ConfigError, match="is no date"):
         with_fixed_date(dated)
+
+
+def test_dtype_auto_is_that_of_the_first_run_whatever_machine_resumes_it(dated, tmp_path, monkeypatch):
+    config = dated.model_copy(update={"model": ModelConfig(dtype="auto")})
+    monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "bfloat16")
+    first = with_local_model(config)
+    monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "float32")
+    assert first.model == with_local_model(config).model == ModelConfig(dtype="bfloat16")
+    assert with_local_model(config.model_copy(update={"name": "other"})).model.dtype == "float32"
+    assert with_local_model(dated).model.dtype == "float32"
+    (tmp_path / "runs" / "small" / DTYPE).write_text("int8")
+    with pytest.raises(ConfigError, match="'int8' is no precision"):
+        with_local_model(config)
+
+
+def test_dtype_auto_does_not_round_a_published_model(dated, tmp_path, monkeypatch):
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text('{"dtype": "float32"}')
+    monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "bfloat16")
+    model = ModelConfig(path=str(tmp_path / "published"), dtype="auto")
+    assert with_local_model(dated.model_copy(update={"model": model, "name": "mine"})).model.dtype == "bfloat16"
+    (tmp_path / "published" / ORIGIN).write_text("{}")
+    assert with_local_model(dated.model_copy(update={"model": model})).model.dtype == "float32"

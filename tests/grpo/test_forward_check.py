@@ -23,7 +23,7 @@ from transformers import (
 from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy import folded_adapter, sharded
+from grpo_tasks.policy import folded_adapter, recurrent_layers, sharded
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.forward_check import SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.load import new_policy
@@ -37,7 +37,7 @@ from schemas.errors import ModelError, Notice
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.attention.test_packed_attention import SMALL, model_of
-from tests.grpo.conftest import journal
+from tests.grpo.conftest import events, journal
 from tests.grpo.test_pretend_card import LETTERS, WATCHED
 
 SCALED = GraniteConfig(**SMALL, logits_scaling=8.0)
@@ -161,7 +161,7 @@ def test_the_adapter_of_the_check_does_not_turn_rounding_into_noise():
 CPU = torch.device("cpu")
 SIZES = SMALL | {"vocab_size": 328, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 MODELS = {
-    # A short convolution mixes neighbouring tokens, whatever the attention says.
+    # A short convolution reads the tokens before it, whatever the attention says.
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
     # Scores are capped, which torch's kernels do not do.
     "gemma2": Gemma2Config(**SIZES, head_dim=32, sliding_window=16, attn_logit_softcapping=2.0),
@@ -194,9 +194,8 @@ def settings(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stage_that_cannot_share_prompts_says_so_and_trains_without(stages, settings, name):
-    given = settings(name)
+def test_a_stage_that_cannot_share_prompts_says_so_and_trains_without(stages, settings):
+    given = settings("gemma2")
     with pytest.warns(UserWarning, match=ENCODED_AGAIN), pytest.warns(UserWarning, match="its own copy of its prompt"):
         _, found = stages.train("found", **given)
     with warnings.catch_warnings():
@@ -216,7 +215,24 @@ def policies_of(stages, model, accelerator, **config):
     return Policies(new_policy(model, spec.model), spec, Ranks(accelerator))
 
 
-def test_one_completion_is_enough_to_find_a_leak_to_the_next(stages):
+@pytest.mark.slow
+def test_a_stage_of_a_hybrid_shares_prompts_and_says_by_which_kernels(stages, settings):
+    given = settings("lfm2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, found = stages.train("found", **given)
+        _, wanted = stages.train("wanted", **given, resources={"share_prompts": False})
+    for line, plain in zip(journal(found), journal(wanted), strict=True):
+        assert {key: line.get(key) for key in WATCHED} == pytest.approx(
+            {key: plain.get(key) for key in WATCHED}, rel=1e-3, abs=1e-6
+        )
+    assert any(line["grad_norm"] > 0 for line in journal(found))
+    assert ["causal_conv1d_fn" in event["detail"] for event in events(found) if event["event"] == "recurrent_kernels"] == [True]
+
+
+def test_one_completion_is_enough_to_find_a_leak_to_the_next(stages, monkeypatch):
+    # A layer that is not known to have a state.
+    monkeypatch.setattr(recurrent_layers, "_is_mixer", lambda _: False)
     policies = policies_of(stages, model_of(MODELS["lfm2"]), Accelerator(cpu=True), lora=None)
     with pytest.warns(UserWarning, match=f"{ENCODED_AGAIN}.*off by"):
         policies.scores(ONE)

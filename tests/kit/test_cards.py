@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_tasks.kit import cards
-from grpo_tasks.kit.cards import Cards, cards_here, check_cards
+from grpo_tasks.kit.cards import Cards, cards_here, check_cards, fastest_dtype
 from schemas.errors import ModelError
 
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 13.3.0\n"
@@ -150,3 +150,31 @@ def test_no_error_without_cards_or_with_a_usable_one(machine, monkeypatch):
     machine(smi="580.65.06")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_cards()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "wanted"),
+    [
+        ("9.0", "bfloat16"),
+        ("8.9", "bfloat16"),
+        ("12.0", "bfloat16"),
+        ("7.5", "float32"),
+        ("9.0\n7.0", "float32"),
+        (None, "bfloat16"),
+    ],
+)
+def test_cards_multiply_in_bfloat16_since_capability_8(machine, monkeypatch, tmp_path, capabilities, wanted):
+    monkeypatch.setattr(cards, "PROCESSORS", tmp_path / "none")
+    machine(version=MODULE, listed=1, devices=1, smi=capabilities)
+    assert fastest_dtype("auto") == fastest_dtype("cuda") == wanted
+    assert fastest_dtype("cpu") == "float32"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert fastest_dtype("auto") == "float32"
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [("avx512_bf16 amx_bf16 amx_tile", "bfloat16"), ("avx2 avx512_bf16", "float32")])
+def test_cpus_multiply_in_bfloat16_with_amx(machine, monkeypatch, tmp_path, flags, wanted):
+    monkeypatch.setattr(cards, "PROCESSORS", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {flags} rdpid\n")
+    machine()
+    assert fastest_dtype("auto") == fastest_dtype("cpu") == wanted
