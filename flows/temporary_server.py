@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import httpx
 from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
@@ -74,11 +75,12 @@ def lock_temporary_server() -> None:
     password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
     os.environ["PREFECT_API_AUTH_STRING"] = password
     # On a slow or busy machine the server needs more than the 20 s that Prefect allows.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
+    os.environ.setdefault(_START_S, "300")
     _patch_prefect()
     refresh_global_settings_context()
 
 
+_START_S = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
 _bound: dict[int, socket.socket] = {}
 """Sockets by their port, until the server has inherited them."""
 
@@ -144,7 +146,15 @@ def _patch_prefect() -> None:
         file = _database()
         lock = file and file.with_name(f"{file.name}.start.lock")
         with nullcontext() if lock is None else file_lock(lock, holder="Prefect's temporary server"):
-            start_and_wait(server, timeout)
+            try:
+                start_and_wait(server, timeout)
+            except (RuntimeError, httpx.HTTPError) as error:
+                # Started, and too slow for Prefect's limits: for the first answer, or for one answer.
+                raise OrchestratorError(
+                    f"Prefect's temporary server did not answer in time: {type(error).__name__}: {error}",
+                    place=f"PREFECT_HOME={get_current_settings().home}",
+                    fix=f"run the same command again when this machine is less busy, or export {_START_S}=1800",
+                ) from error
 
     def start_supervised(server: "SubprocessASGIServer") -> "subprocess.Popen[Any]":
         """Start the server as Prefect does, but on the bound port, and below a supervisor with a session of its own."""

@@ -51,13 +51,20 @@ def init(
         if target.exists() and not force:
             raise UserError("the config exists already", place=str(target), fix="name another one with --out, or add --force")
         prepare_environment()
+        from flows.model_names import is_registered_name
+        from flows.preflight import check_model
         from grpo_tasks.data.proposal import config_text, propose
 
         ask = _ask if not yes and _can_answer() else None
-        found = propose(source, question=question, answer=answer)
         if ask is not None:
-            found, model = _confirmed(found, model, ask)
-        text = config_text(found, name=run_name(source), model=model, config_path=str(target))
+            # First, because its tokenizer counts the tokens of the rows.
+            model = ask("Base model (folder, hub id or registered model)", model)
+        if not is_registered_name(model):
+            check_model(model, "--model")
+        found = propose(source, model=model, question=question, answer=answer)
+        if ask is not None:
+            found = _confirmed(found, ask)
+        text = config_text(found, name=run_name(source), config_path=str(target))
         target.write_text(text, encoding="utf-8")
         _show(found, target)
 
@@ -82,8 +89,8 @@ def _ask(question: str, proposed: str) -> str:
     return str(typer.prompt(question, default=proposed, show_default=True)).strip()
 
 
-def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) -> "tuple[Proposal, str]":
-    """The proposal as the user wants it. Four questions at most; a fifth where a pattern was found."""
+def _confirmed(found: "Proposal", ask: Callable[[str, str], str]) -> "Proposal":
+    """The proposal as the user wants it. Three questions at most; a fourth where a pattern was found."""
     from dataclasses import replace
 
     from grpo_tasks.data.proposal import propose
@@ -95,7 +102,7 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     truth = ask("Column with the ground truth (- for none)", proposed)
     if (column, truth) != (choice.chat or choice.question, proposed):
         named = None if truth == _REPLY else "" if truth == "-" else truth
-        found = propose(found.train, question=column, answer=named)
+        found = propose(found.train, model=found.reader.path, question=column, answer=named)
     if found.pattern:
         kept = ask(f"Ground truth inside the answer: {found.pattern_meaning} (- for the whole answer)", found.pattern)
         found = replace(found, pattern=None if kept == "-" else kept, pattern_meaning="as you typed it")
@@ -103,7 +110,7 @@ def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) ->
     if found.has_truth and not found.objects:
         equality = ask("Answers are compared as exact, numeric, math or choice", found.equality)
         found = replace(found, equality=equality)  # type: ignore[arg-type]  # the config is checked before it is written
-    return found, ask("Base model (folder, hub id or registered model)", model)
+    return found
 
 
 def _show(found: "Proposal", target: Path) -> None:
@@ -118,6 +125,8 @@ def _show(found: "Proposal", target: Path) -> None:
         tell(f"  left out: {name} ({why})")
     for one in found.commas:
         tell(f"  {one}")
+    if found.reader.note:
+        tell(f"  lengths are {found.reader.note}")
     say(f"written: {target}")
     for command in ("validate", "rewards", "run"):
         say(f"  grpo {command} {target}")

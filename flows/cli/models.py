@@ -26,7 +26,7 @@ from schemas.results.base import Section
 if TYPE_CHECKING:
     from grpo_tasks.report import Comparison
     from schemas.config.operations import TrackingConfig
-    from schemas.results.publication import Approval
+    from schemas.results.publication import Approval, Lineage
 
 DOWNLOADS = Path("runs") / "downloads"
 _ADDRESS = "PREFECT_API_URL"
@@ -132,10 +132,12 @@ def chat(
         prepare_environment()
         from grpo_tasks.rollout.chat_session import ChatSession
 
-        folder, trained_with = _folder_and_prompt(model, tracking_at(tracking_uri))
+        folder, lineage = _folder_and_lineage(model, tracking_at(tracking_uri))
+        trained_with = "" if lineage is None or lineage.system_prompt == "null" else lineage.system_prompt
         given = trained_with if system is None else system
         before = [{"role": "system", "content": given}] if given else []
-        session = ChatSession(folder)
+        include = lineage is None or lineage.include_stop_str_in_output
+        session = ChatSession(folder, stop=() if lineage is None else lineage.stop, include_stop=include)
         while (text := question or _read()) is not None:
             messages, chosen = [*before, {"role": "user", "content": text}], {"temperature": temperature, "top_p": top_p}
             for piece in session.answer(messages, max_new_tokens=max_new_tokens, greedy=greedy, **chosen):
@@ -145,8 +147,8 @@ def chat(
                 return
 
 
-def _folder_and_prompt(name: str, tracking: "TrackingConfig") -> "tuple[Path, str]":
-    """The folder or hub id of a model, and the system message that it was trained with."""
+def _folder_and_lineage(name: str, tracking: "TrackingConfig") -> "tuple[Path, Lineage | None]":
+    """The folder or hub id of a model, and its origin where this project trained and published it."""
     from flows.model_names import registered_model
     from flows.preflight import check_model
     from grpo_tasks.content.limited_model import check_model_files
@@ -156,16 +158,12 @@ def _folder_and_prompt(name: str, tracking: "TrackingConfig") -> "tuple[Path, st
 
     found = registered_model(name, tracking, DOWNLOADS)
     if found is not None:
-        path, lineage = Path(found.path), lineage_of(name, tracking)
-    else:
-        check_model(name, "MODEL")
-        check_model_files(name, None)
-        path, origin = Path(resolve(name)), Path(name) / ORIGIN
-        # Unlike Path.exists, os.path.exists accepts a name of any length.
-        if not os.path.exists(origin):  # noqa: PTH110
-            return path, ""
-        lineage = Lineage.load(origin)
-    return path, "" if lineage.system_prompt == "null" else lineage.system_prompt
+        return Path(found.path), lineage_of(name, tracking)
+    check_model(name, "MODEL")
+    check_model_files(name, None)
+    origin = Path(name) / ORIGIN
+    # Unlike Path.exists, os.path.exists accepts a name of any length.
+    return Path(resolve(name)), Lineage.load(origin) if os.path.exists(origin) else None  # noqa: PTH110
 
 
 def _read() -> str | None:

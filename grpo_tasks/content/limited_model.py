@@ -17,8 +17,9 @@ from grpo_tasks.processes.worker_process import Reply, Shape, WorkerFault, Worke
 from schemas.errors import ModelError
 from schemas.paths import EMBEDDED, resolve
 
-CHECK_S, RENDER_S = 90.0, 30.0
-"""Time limits: for loading and trying everything, and for a batch of chats. A template takes a millisecond for a chat."""
+CHECK_S, RENDER_S = 300.0, 120.0
+"""Time limits: for loading and trying everything, and for a batch of chats. A template takes a millisecond for a chat; a process
+that shares its core with many others may have to wait a hundred times as long."""
 MEMORY_BYTES = 4 * 2**30
 BATCH = 256
 """Chats in one request."""
@@ -76,10 +77,11 @@ class LimitedModel:
             "hung": f"did not end within {limit_s:g} s",
             "memory": f"took more than {MEMORY_BYTES / 2**30:g} GiB of memory",
         }.get(reply.kind, f"ended the process that read it: {reply.detail}")
+        again = "run the same command again if this machine was busy; otherwise " if reply.kind == "hung" else ""
         raise ModelError(
             f"{_READ[what]} {reason}",
             place=f"model.path: {self._place}",
-            fix="name another model, or repair its chat_template.jinja or tokenizer.json",
+            fix=f"{again}name another model, or repair its chat_template.jinja or tokenizer.json",
         )
 
 

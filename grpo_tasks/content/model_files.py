@@ -16,6 +16,7 @@ from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.kit.progress import Progress, report
 from schemas.config.rollout import TEMPLATE_DATE
 from schemas.errors import DamagedError, ModelError
+from schemas.paths import resolve
 
 REPLY_TIMEOUT_S = 10.0
 BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
@@ -105,6 +106,14 @@ def generation_eos(path: str, revision: str | None) -> int | list[int] | None:
             found: int | list[int] | None = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
             return found
     return None
+
+
+def context_length(path: str, revision: str | None = None) -> int | None:
+    """Tokens that the model was made for (max_position_embeddings of config.json), if it names any."""
+    file = _file_of(resolve(path), "config.json", revision)
+    config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def asks_for_date(path: str, revision: str | None) -> bool:

@@ -349,7 +349,6 @@ def _why(column: Profile, choice: ColumnChoice) -> str:
         f"filled in {column.filled:.0%} of the rows only": column.filled < FILLED,
         "seems to describe the row; if it is the ground truth, name it with --answer": few_words,
     }
-    join = f"data.question: '{{{column.name}}} {{{choice.question}}}'"
-    return next(
-        (reason for reason, holds in reasons.items() if holds), f"text next to the question; where it needs it, set {join}"
-    )
+    whole = (choice.template or f"{{{choice.question}}}").replace("\n", " ")
+    join = f"text next to the question; where it needs it, set data.question: '{{{column.name}}} {whole}'"
+    return next((reason for reason, holds in reasons.items() if holds), join)

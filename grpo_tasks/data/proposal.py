@@ -2,7 +2,8 @@
 
 columns.py gives candidates; the first one of which the rules of the validation refuse few rows is taken, however few rows the
 file has. Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those
-of the trial, so `grpo validate` agrees with it.
+of the trial, which counts with the tokenizer of the model that is to be trained, so `grpo validate` agrees with it. The settings
+of the training are those of a tiny model for the embedded one, and for any other those of deploy/presets/custom-csv.yaml.
 """
 
 import glob
@@ -18,32 +19,35 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_pattern, find_unusable_truths
+from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.content.model_files import context_length
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import is_pattern, shards_of
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
-from grpo_tasks.data.judge import judge
+from grpo_tasks.data.judge import RowVerdict, judge
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
 from grpo_tasks.data.records import CHAT_COLUMNS
 from grpo_tasks.data.sources import ROWS, load_sources, preview
+from grpo_tasks.data.tokenizer_notes import check_system_prompt
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.load import check_config, parse_yaml
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.errors import DataError
+from schemas.errors import DataError, UserError
 from schemas.paths import EMBEDDED
 
 PREVIEW_ROWS = 500
-"""Rows that decide about columns, pattern and equality."""
+"""Rows that decide about columns and pattern, from the beginning of the file, and about the equality, from all of it."""
 TRIAL_ROWS = 20_000
 """Rows that are validated to find the limits."""
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
 POINTS_PROMPT = f"{SYSTEM_PROMPT} Write decimals with a point, as in 1.5."
-COMPLETION_TOKENS, CONTEXT = 128, 2048
-"""The context of the embedded model."""
-MOST_PROMPT_TOKENS = CONTEXT - COMPLETION_TOKENS
+MOST_CONTEXT = 8192
+"""Tokens of prompt and completion together that are proposed for a model that could read more."""
 MOST_REFUSED = 0.5
 _WITH_UNIT = r"^\s*([A-Z]{3})?\s*([-+\x{2212}]?[0-9][0-9.,'\x{a0}\x{202f}]*)\s*([\p{L}°µ][\p{L}°µ²³/]{0,11})?\s*$"
 _LONGEST_CHOICE = 3
@@ -61,9 +65,65 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """Settings of a training by the size of its model."""
+
+    max_completion_length: int
+    """Tokens."""
+    max_steps: tuple[int, int]
+    """Of the stages format and correctness."""
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    learning_rate: str
+    beta: float
+    eval_prompts: int
+
+
+TINY = Training(128, (50, 100), 16, 1, "1.0e-4", 0.01, 64)
+"""Of the embedded model, on a CPU."""
+PRETRAINED = Training(256, (100, 500), 8, 4, "1.0e-5", 0.04, 256)
+"""Of the preset custom-csv."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The model that is to be trained, as far as it reads the data."""
+
+    path: str
+    counter: TokenCounter
+    context: int
+    """Tokens of prompt and completion together."""
+    note: str = ""
+    """Why another tokenizer counts; empty where it is the model's own."""
+
+    @classmethod
+    def of(cls, model: str) -> "Reader":
+        """The model at a path. One that is not on this machine, or reads no chats, is read with the embedded tokenizer."""
+        try:
+            counter = load_counter(ModelConfig(path=model))
+            check_system_prompt(counter.tokenizer, SYSTEM_PROMPT)
+            return cls(model, counter, min(context_length(model) or MOST_CONTEXT, MOST_CONTEXT))
+        except UserError as error:
+            # `grpo validate` says what to do about it; a registered model or one of a hub may just not be here yet.
+            note = f"counted in tokens of embedded:base, about one a character, because of {model}: {error.message}"
+            return cls(model, load_counter(ModelConfig()), MOST_CONTEXT, note)
+
+    @property
+    def training(self) -> Training:
+        """Settings that suit it."""
+        return TINY if self.path.startswith(EMBEDDED) else PRETRAINED
+
+    @property
+    def max_prompt_length(self) -> int:
+        """The longest prompt that leaves room for a completion."""
+        return self.context - self.training.max_completion_length
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """What the config says about a data file, and why."""
 
+    reader: Reader
     train: str
     """Path of the file, folder or pattern, as the user gave it."""
     eval: dict[str, str] | None
@@ -84,12 +144,14 @@ class Proposal:
     max_prompt_length: int
     objects: "ObjectTruths | None"
     """None where ground truths are no objects."""
+    answer_tokens: int
+    """Of the longest answer in the file, with the working that it has, in a chat."""
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens; a completion is at least as long as its ground truth where that is an object."""
-        wanted = self.objects.num_tokens if self.objects else 0
-        return min(max(COMPLETION_TOKENS, 32 * math.ceil(1.25 * wanted / 32)), CONTEXT - self.max_prompt_length)
+        """Tokens; room for any answer of the file. The embedded model writes no working, and the trial counts none for it."""
+        least = self.reader.training.max_completion_length
+        return min(max(least, 32 * math.ceil(1.25 * self.answer_tokens / 32)), self.reader.context - self.max_prompt_length)
 
     @property
     def has_truth(self) -> bool:
@@ -110,37 +172,38 @@ class ObjectTruths:
     keys: list[str]
     """Those that all of them have."""
     system_prompt: str
-    num_tokens: int
-    """Of the longest one, in a chat."""
 
     @classmethod
-    def of(cls, truths: Sequence[str], counter: TokenCounter) -> "ObjectTruths":
+    def of(cls, truths: Sequence[str]) -> "ObjectTruths":
         """What some of them have in common."""
         objects = [json.loads(truth) for truth in truths]
         keys = [key for key in objects[0] if all(key in one for one in objects)]
         gaps: dict[type, str] = {str: '"..."', list: "[...]", dict: "{...}"}
         shape = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {gaps.get(type(objects[0][key]), '...')}" for key in keys)
         prompt = f"Reply with a JSON object: {{{shape}}}" if keys else "Reply with a JSON object."
-        return cls(keys, prompt, max(counter.count([[{"role": "user", "content": truth}] for truth in truths])))
+        return cls(keys, prompt)
 
 
-def propose(path: str, *, question: str | None = None, answer: str | None = None) -> Proposal:
+def propose(path: str, *, model: str, question: str | None = None, answer: str | None = None) -> Proposal:
     """The first reading of the file that the pipeline accepts; `DataError` where there is none, or the file cannot be read.
 
-    `question` and `answer` are columns that the user has named; an empty answer: the task has no ground truth.
+    `model` is the one to be trained. `question` and `answer` are columns that the user has named; an empty answer: the task has
+    no ground truth.
     """
     rows = preview(DataSource(path=path), PREVIEW_ROWS)
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
     found = candidates(rows, question=question, answer=answer)
     refused: dict[str, str] = {}
-    for choice in found:
-        texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                found_here = _tried(path, choice, find_pattern(texts) or find_unit(texts), rows, Path(folder))
-                return replace(found_here, left_out=left_out(found_here.choice, rows, refused))
-        except _RefusedReading as error:
-            refused[str(choice.question or choice.chat)] = str(error)
+    with limited_templates(model):
+        reader = Reader.of(model)
+        for choice in found:
+            texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    made = _tried(reader, path, choice, find_pattern(texts) or find_unit(texts), rows, Path(folder))
+                    return replace(made, left_out=left_out(made.choice, rows, refused))
+            except _RefusedReading as error:
+                refused[str(choice.question or choice.chat)] = str(error)
     others = left_out(ColumnChoice(None, None, None), rows, refused)
     raise DataError(
         "no column holds questions that can be used" + "".join(f"\n  {name}: {why}" for name, why in others),
@@ -193,7 +256,13 @@ def _held_out(path: str) -> dict[str, str] | None:
 
 
 def _tried(
-    path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, rows: Rows, folder: Path, system_prompt: str = SYSTEM_PROMPT
+    reader: Reader,
+    path: str,
+    choice: ColumnChoice,
+    pattern: tuple[str, str] | None,
+    rows: Rows,
+    folder: Path,
+    system_prompt: str = SYSTEM_PROMPT,
 ) -> Proposal:
     """Validate the file with this reading; raises `_RefusedReading` when the rules refuse most rows."""
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
@@ -203,14 +272,52 @@ def _tried(
     # The stage trains nothing here: a config has one.
     config = RunConfig(
         data=DataConfig.model_validate(sources | settings | {"system_prompt": system_prompt}),
-        validation=ValidationConfig(max_prompt_length=MOST_PROMPT_TOKENS),
+        validation=ValidationConfig(max_prompt_length=reader.max_prompt_length),
         completion=CompletionConfig(equality="exact"),
-        rollout=RolloutConfig(max_completion_length=COMPLETION_TOKENS),
+        rollout=RolloutConfig(max_completion_length=reader.training.max_completion_length),
         stages=[StageConfig(name="train", rewards=["format"])],
         seed=42,
     )
+    verdict = _accepted(config, reader, folder)
+    # From all of the file, or the first of several tasks would decide for the others.
+    known = verdict.accepted["answer"].drop_nulls()
+    truths = known.gather_every(max(1, math.ceil(len(known) / PREVIEW_ROWS))).to_list()
+    replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
+    equality = find_equality(truths)
+    objects = ObjectTruths.of(truths) if equality == "json" else None
+    # Ground truths are rewritten with points, so completions have to have them.
+    wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
+    wanted = objects.system_prompt if objects else wanted
+    if replied or wanted != system_prompt:
+        return _tried(reader, path, choice, replied or pattern, rows, folder, wanted)
+    # The working in front of a ground truth shows how much of it a pretrained model needs.
+    whole = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
+    written = whole if pattern and reader.training is PRETRAINED else truths
+    return Proposal(
+        reader=reader,
+        train=path,
+        eval=held_out,
+        choice=choice,
+        pattern=pattern[0] if pattern else None,
+        pattern_meaning=pattern[1] if pattern else "",
+        equality=equality,
+        system_prompt=system_prompt,
+        columns=columns,
+        left_out=[],
+        commas=verdict.commas,
+        rows=verdict.rows,
+        refused=verdict.num_quarantined,
+        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in verdict.rules if rule.rows],
+        max_prompt_length=min(reader.max_prompt_length, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
+        objects=objects,
+        answer_tokens=max(reader.counter.count([[{"role": "user", "content": text}] for text in written]), default=0),
+    )
+
+
+def _accepted(config: RunConfig, reader: Reader, folder: Path) -> RowVerdict:
+    """The verdict about rows that are read in this way; raises `_RefusedReading`, or `DataError` where none could be right."""
     load_sources(config.data, directory=folder)
-    counter = load_counter(config.model)
+    counter = reader.counter
     verdict = judge(pl.read_parquet(folder / ROWS), config=config, counter=counter, markers=counter.special_tokens)
     broken = [rule for rule in verdict.rules if rule.rows]
     if any(rule.rule == "media_with_text" for rule in broken):
@@ -224,32 +331,7 @@ def _tried(
     if verdict.num_quarantined > MOST_REFUSED * verdict.rows:
         worst = max(broken, key=lambda rule: rule.rows)
         raise _RefusedReading(f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are refused: {worst.meaning}")
-    truths = verdict.accepted["answer"].drop_nulls().head(PREVIEW_ROWS).to_list()
-    replied = (find_pattern(truths) or find_unit(truths)) if choice.reply_is_truth and pattern is None else None
-    equality = find_equality(truths)
-    objects = ObjectTruths.of(truths, counter) if equality == "json" else None
-    # Ground truths are rewritten with points, so completions have to have them.
-    wanted = POINTS_PROMPT if any(one.used for one in verdict.commas) else SYSTEM_PROMPT
-    wanted = objects.system_prompt if objects else wanted
-    if replied or wanted != system_prompt:
-        return _tried(path, choice, replied or pattern, rows, folder, wanted)
-    return Proposal(
-        train=path,
-        eval=held_out,
-        choice=choice,
-        pattern=pattern[0] if pattern else None,
-        pattern_meaning=pattern[1] if pattern else "",
-        equality=equality,
-        system_prompt=system_prompt,
-        columns=columns,
-        left_out=[],
-        commas=verdict.commas,
-        rows=verdict.rows,
-        refused=verdict.num_quarantined,
-        reasons=[f"{rule.rows:,} x {rule.meaning}" for rule in broken],
-        max_prompt_length=min(MOST_PROMPT_TOKENS, 32 * math.ceil(verdict.prompt_tokens.max / 32)),
-        objects=objects,
-    )
+    return verdict
 
 
 def find_unit(answers: Sequence[str]) -> tuple[str, str] | None:
@@ -287,7 +369,7 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def config_text(proposal: Proposal, *, name: str, model: str, config_path: str) -> str:
+def config_text(proposal: Proposal, *, name: str, config_path: str) -> str:
     """The proposal as YAML, checked before it is returned: what is written can be loaded. Its first lines name `config_path`."""
     reasons = "".join(f"\n  # {_comment(reason)}" for reason in proposal.reasons)
     completion = ""
@@ -301,8 +383,11 @@ completion:
 """
     elif proposal.has_truth:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
+    reader, training = proposal.reader, proposal.reader.training
+    counted = f"\n  # {_comment(reader.note)}" if reader.note else ""
     # The embedded model was made for float32: another precision would show other results than the pages.
-    dtype = "" if model.startswith(EMBEDDED) else "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
+    faster = "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
+    dtype = "" if training is TINY else faster
     text = f"""\
 # Written by grpo init. Paths are relative to the folder where you call grpo.
 #   grpo validate {config_path}    checks every row
@@ -314,13 +399,13 @@ name: {_scalar(name)}    # folder below runs/, MLflow experiment and registered 
 seed: 42
 
 model:
-  path: {_scalar(model)}    # a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a registered model NAME@champion;
+  path: {_scalar(reader.path)}    # a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a registered model NAME@champion;
                             # embedded:base is a tiny model that runs anywhere and knows only small sums
 {dtype}  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
 
 {_data(proposal)}
 validation:
-  max_prompt_length: {proposal.max_prompt_length}    # tokens; longer prompts are quarantined, never cut
+  max_prompt_length: {proposal.max_prompt_length}    # tokens; longer prompts are quarantined, never cut{counted}
   max_invalid_fraction: {proposal.max_invalid_fraction}    # {proposal.refused:,} of {proposal.rows:,} rows of this file are \
 refused; more stop the run{reasons}
 {completion}
@@ -329,7 +414,7 @@ rollout:
   temperature: 1.0
 
 {_stages(proposal)}
-evaluation: {{max_prompts: 64, num_samples: 4}}
+evaluation: {{max_prompts: {training.eval_prompts}, num_samples: 4}}
 """
     check_config(parse_yaml(text, place=config_path), place=config_path)
     return text
@@ -360,24 +445,27 @@ def _data(proposal: Proposal) -> str:
 
 
 def _stages(proposal: Proposal) -> str:
+    training = proposal.reader.training
+    accumulated = training.gradient_accumulation_steps
+    more = f"    gradient_accumulation_steps: {accumulated}    # passes per update\n" if accumulated > 1 else ""
     own = "    # add your own: rewards.functions.NAME.function: 'module:function'"
     stages = f"""\
 stages:
   - &stage
     name: format    # first learn {"to write such an object" if proposal.objects else "the tags"} ...
     rewards: [{"" if proposal.objects else "incremental_format, "}format]{"" if proposal.has_truth else own}
-    max_steps: 50
+    max_steps: {training.max_steps[0]}
     num_generations: 8    # completions per prompt
-    per_device_train_batch_size: 16    # completions per pass
-    learning_rate: 1.0e-4
-    beta: 0.01    # strength of the KL penalty
+    per_device_train_batch_size: {training.per_device_train_batch_size}    # completions per pass
+{more}    learning_rate: {training.learning_rate}
+    beta: {training.beta}    # strength of the KL penalty
 """
     if proposal.has_truth:
-        stages += """\
+        stages += f"""\
   - <<: *stage
     name: correctness    # ... then right answers, from the model of the first stage
     rewards: [format, correctness]    # correctness compares with the ground truth
-    max_steps: 100
+    max_steps: {training.max_steps[1]}
 """
     return stages
 

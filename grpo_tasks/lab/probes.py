@@ -1,7 +1,7 @@
 """Probes: completions made from a row of the data, with the order in which a reward should rank them. No model is used.
 
     perfect  >  partial (right answer, wrong format; wrong answer, right format; cut off)  >  empty
-    gamed (tags stuffed, nested or repeated; answers listed; answer in the reasoning)  <  perfect
+    gamed (tags stuffed, nested or repeated; answers listed; copied; answer in the reasoning)  <  perfect
     edge (unusual text)  must not break the function
 
 A row without ground truth has no perfect probe unless the user gives one (`lab.gold`). Then it has empty and unusual texts only.
@@ -9,6 +9,7 @@ A gamed completion looks like work to a careless reward function, and is none.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,9 +36,13 @@ Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 PERFECT = "perfect"
 WRONG_ANSWER = "wrong_answer_right_format"
 LISTING = "every_answer"
+COPIED = "copied_from_the_question"
+REPEATED = "repeated"
 CUT_OFF = "cut_off"
 BOXED = "boxed"
 
+MOST_NUMBERS = 50
+"""Numbers of a question that are compared with its ground truth."""
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
@@ -76,7 +81,7 @@ def _any_format(
     row: PromptRow, completion: CompletionConfig, perfect: str | None, *, own: bool
 ) -> dict[Role, dict[str, str | None]]:
     """Probes of a row without ground truth, with a perfect completion of the user's `own`, or in a format without both blocks."""
-    wrong = None
+    wrong, copied = None, _copied(row, completion.equality)
     text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
     if row.answer is not None and not own:
         wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
@@ -84,7 +89,10 @@ def _any_format(
         "perfect": {PERFECT: perfect},
         "partial": {CUT_OFF: None if perfect is None else text[: len(text) // 2], WRONG_ANSWER: wrong},
         "empty": {"empty": "", "blank": " \n\t ", "invisible": "\u200b", **FORMATS[completion.format].empty(completion)},
-        "gamed": {"repeated": None if perfect is None else f"{text}\n" * 3},
+        "gamed": {
+            REPEATED: None if perfect is None else f"{text}\n" * 3,
+            COPIED: None if own or copied is None else perfect_completion(copied, completion),
+        },
         "edge": {
             "plain_text": "A few words of plain text.",
             "formatted": perfect_completion("something", completion),
@@ -101,7 +109,7 @@ def _any_format(
 def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[Role, dict[str, str | None]]:
     """Probes in the format with a reasoning and an answer block."""
     tags, work, wrong = completion.tags, _working(row, completion.tags), wrong_answer(answer, completion.equality)
-    perfect, every_tag = tags.block(work, answer), "".join(tags.in_order)
+    perfect, every_tag, copied = tags.block(work, answer), "".join(tags.in_order), _copied(row, completion.equality)
     opened, reasoned, answered, closed = tags.in_order
     number = parse_number(answer)
     listing = f"{wrong} {answer} {wrong}"
@@ -131,6 +139,7 @@ def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[R
             "answer_in_reasoning": f"{opened}{work}{answered}{answer}{closed}{reasoned}",
             "two_answers": f"{tags.block(work, wrong)}{answered}{answer}{closed}",
             LISTING: tags.block(work, listing),
+            COPIED: None if copied is None else tags.block(work, copied),
         },
         "edge": {
             "unicode_digits": tags.block(work, answer.translate(ARABIC_INDIC)),
@@ -189,6 +198,15 @@ def _working(row: PromptRow, tags: TagsConfig) -> str:
     for tag in tags.in_order:
         question = question.replace(tag, "")
     return f"The question is: {question[:200].strip()} Working it out step by step gives {row.answer}."
+
+
+def _copied(row: PromptRow, equality: Equality) -> str | None:
+    """A number of the question that equals a ground truth which is an expression, as in `make 24 from 4, 6, 1`: the task is to
+    find the expression, and the built-in `correctness` compares values."""
+    if equality != "math" or row.answer is None or parse_number(row.answer) is not None:
+        return None
+    numbers = re.findall(r"\d+", _question(row))[:MOST_NUMBERS]
+    return next((number for number in numbers if answers_equal(number, row.answer, equality)), None)
 
 
 def _boxed(answer: str) -> str:

@@ -16,7 +16,8 @@ FIXES = {
     "same_score": "compare what the function looks for (tags, columns, the form of completions) with what it gets",
     "determinism": "compute a score from its own completion alone: no random numbers, nothing from other completions or calls",
     "speed": "scan each text once and without backtracking, or raise lab.max_seconds_per_completion",
-    "gaming": "pay only for one answer, outside the reasoning, and for each tag once (the built-in format and correctness do)",
+    "gaming": "pay only for one answer, outside the reasoning, and for each tag once (the built-in format and correctness do); "
+    "where the answer is an expression, check in a function of your own what it is made of",
     "gold": "set completion.equality to the kind of your answers, or correct the row",
     "order": "raise the weights of functions that only the perfect completion satisfies (format, correctness), lower the others",
     "empty": "return 0 for a completion without an answer",

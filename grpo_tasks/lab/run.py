@@ -18,9 +18,11 @@ from grpo_tasks.kit.progress import Count
 from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, FunctionTrial
 from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probes import (
+    COPIED,
     CUT_OFF,
     LISTING,
     PERFECT,
+    REPEATED,
     WRONG_ANSWER,
     GroupSample,
     ProbeSet,
@@ -289,8 +291,8 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
         empty   a completion without an answer earns nothing
         gaming  no gamed completion earns as much as the perfect one
 
-    A stage that does not check answers may pay for a list of answers as for any answer. One that ranks no partial completion
-    below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning there.
+    A stage that does not check answers may pay for a list of answers, or a copied one, as for any answer. One that ranks no
+    partial completion below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning.
     """
     scores = {name: findings[name].scores for name in stage.rewards}
     known = {name: values for name, values in scores.items() if values is not None}
@@ -369,8 +371,11 @@ def _gaming(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCh
     for row in rows:
         for total, index in row.totals.get("gamed", ()):
             lead = total - row.perfect
-            listing = probe_set.probes[index].kind == LISTING and not row.judges_answers
-            if lead < -SAME_SCORE or (listing and lead <= SAME_SCORE):
+            kind = probe_set.probes[index].kind
+            may_tie = kind in (LISTING, COPIED) and not row.judges_answers
+            # Where the last answer counts, a reply that is repeated is a reply, and gains nothing.
+            may_tie |= kind == REPEATED and probe_set.completion.format in ("boxed", "regex")
+            if lead < -SAME_SCORE or (may_tie and lead <= SAME_SCORE):
                 continue
             detail = f"earns {total:g}, the perfect completion {row.perfect:g}"
             if lead > SAME_SCORE or not row.ranks_nothing:

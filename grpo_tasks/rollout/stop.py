@@ -6,6 +6,7 @@ token, the search runs on the text with special tokens instead, and those before
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,11 +23,14 @@ class StopRule:
     sampling: Sampling
     special_ids: frozenset[int] = field(init=False)
     """Special tokens in the searched text; empty when no stop string contains one."""
+    unseen_ids: frozenset[int] = field(init=False)
+    """Special tokens that the searched text lacks."""
 
     def __post_init__(self) -> None:
         known = special_tokens(self.tokenizer)
         read = any(contains_special(stop, known.values()) for stop in self.sampling.stop)
         object.__setattr__(self, "special_ids", frozenset(known) if read else frozenset())
+        object.__setattr__(self, "unseen_ids", frozenset() if read else frozenset(known))
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], sampling: Sampling) -> "StopRule":
@@ -44,11 +48,13 @@ class StopRule:
             return True
         if not self.sampling.stop:
             return False
-        # Decoding all tokens at every step takes quadratic time. A token decodes to at least one byte, so a stop string spans at
-        # most as many tokens as it has bytes. The last token may add characters behind it, and 4 more tokens complete a character
-        # that several tokens share.
+        # Decoding all tokens at every step takes quadratic time. A token of the searched text decodes to at least one byte, so a
+        # stop string spans at most as many of them as it has bytes. The last token may add characters behind it, and 4 more
+        # tokens complete a character that several tokens share.
         longest = max(len(stop.encode()) for stop in self.sampling.stop)
-        return bool(longest) and self._stop_string(self._decoded(token_ids[-(longest + 4) :])) is not None
+        seen = (token for token in reversed(token_ids) if token not in self.unseen_ids)
+        tail = list(islice(seen, longest + 4))[::-1]
+        return bool(longest) and self._stop_string(self._decoded(tail)) is not None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The completion's text up to the stop string, which `include_stop_str_in_output` includes."""

@@ -14,6 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import pandas as pd
@@ -142,13 +143,18 @@ class _StopSearch(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, stop: list[str], prompt_tokens: int) -> None:
         self._tokenizer, self._stop, self._prompt_tokens = tokenizer, [text for text in stop if text], prompt_tokens
+        # As content/tokenizer.py special_tokens: all_special_tokens lists only those with a role, such as EOS.
+        self._special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         # Special tokens are not part of an answer, unless a stop string names one.
-        self._skip = not any(token in text for text in self._stop for token in tokenizer.all_special_tokens)
+        self._skip = not any(token in text for text in self._stop for token in self._special.values())
         self._longest = max((len(text.encode()) for text in self._stop), default=0) + _EXTRA_TOKENS
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # noqa: ARG002 - transformers' signature
         """One row: [1, S + T] -> [1], True where the completion is complete."""
-        tail = input_ids[0, self._prompt_tokens :][-self._longest :].tolist()
+        written = reversed(input_ids[0, self._prompt_tokens :].tolist())
+        # As StopRule.ended: special tokens that the text lacks may stand within a stop string, however many.
+        seen = (token for token in written if not (self._skip and token in self._special))
+        tail = list(islice(seen, self._longest))[::-1]
         ended = bool(self._stop) and self._first(self._decoded(tail)) is not None
         return torch.tensor([ended], device=input_ids.device)
 
@@ -157,8 +163,20 @@ class _StopSearch(StoppingCriteria):
         found = self._first(self._decoded(tokens))
         if found is None:
             return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False), False
-        text = self._decoded(tokens)[: found[0]]
-        return text + found[1] if include else text, True
+        return self._before(tokens, found[0]) + (found[1] if include else ""), True
+
+    def _before(self, tokens: list[int], end: int) -> str:
+        """As rollout/stop.py StopRule.text: the searched text up to `end`, without the special tokens in it."""
+        text, kept, at = self._decoded(tokens)[:end], list[str](), 0
+        for index, token in enumerate(tokens if not self._skip else ()):
+            if token not in self._special:
+                continue
+            first, last = (len(self._decoded(tokens[:count])) for count in (index, index + 1))
+            if first >= end:
+                break
+            kept.append(text[at:first])
+            at = last
+        return "".join([*kept, text[at:]])
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))

@@ -307,7 +307,14 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         flow_run_id=tags.get("prefect.flow_run_id", ""),
         decision=version.tags.get(DECISION_TAG, ""),
         system_prompt=run.data.params.get("data.system_prompt", ""),
+        stop=_recorded_list(run.data.params.get("rollout.stop", "")),
+        include_stop_str_in_output=run.data.params.get("rollout.include_stop_str_in_output") != "false",
     )
+
+
+def _recorded_list(param: str) -> list[str]:
+    # Runs of other projects have no such parameter, and one that is too long is in several (description.py).
+    return json.loads(param) if param.startswith("[") else []
 
 
 def recorded_config(lineage: Lineage, tracking: TrackingConfig) -> str:

@@ -36,6 +36,9 @@ class Lineage(Result):
     flow_run_id: str
     decision: str
     system_prompt: str
+    stop: list[str] = Field(default_factory=list)
+    """Strings that ended a completion of the training; no file of the model has them."""
+    include_stop_str_in_output: bool = True
 
 
 class Reproduction(Result):

@@ -128,6 +128,26 @@ def test_an_unnamed_end_of_turn_ends_sampling_and_chat(unnamed, greedy):
     assert said == completion.text == tokenizer.decode(greedy, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("stop", [["</reas"], ["</reasoning>", "</"], ["=4", "2<"], ["never"]])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_chat_ends_at_the_stop_strings_of_the_training(stop, include):
+    ref = ModelRef(path="embedded:base")
+    tokenizer, policy = load_tokenizer(ref), load_policy(ref, ModelConfig(), device=torch.device("cpu"), dtype="float32")
+    rollout = RolloutConfig(max_completion_length=60, stop=stop, include_stop_str_in_output=include)
+    sampling = Sampling.of(rollout, temperature=0.0)
+    [completion] = LocalEngine(policy, tokenizer).generate([Request(prompt_ids(tokenizer, CHAT), 0)], sampling)
+    pieces = list(ChatSession(BASE, stop=stop, include_stop=include).answer(CHAT, max_new_tokens=60, greedy=True))
+    assert "".join(pieces) == completion.text
+    assert len(pieces) > 2
+
+
+def test_a_chat_that_fails_says_so_instead_of_waiting(unnamed, monkeypatch):
+    session = ChatSession(unnamed)
+    monkeypatch.setattr(session._model, "generate", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(session.answer(CHAT, max_new_tokens=4))
+
+
 def test_an_unnamed_end_of_turn_is_named_in_the_merged_model(unnamed, greedy, tmp_path):
     spec = MergeSpec(
         ref=ModelRef(path=str(unnamed)), model=ModelConfig(merged_dtype="float32"), prompts=[CHAT], max_new_tokens=60,

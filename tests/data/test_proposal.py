@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from flows.cli.init import run_name
@@ -322,6 +324,24 @@ def test_commas_units_packed_shards_and_splits_are_read_and_said(here):
     assert {row.answer for row in read_prompts(report.eval)} == {f"{n}.5" for n in range(20)}
 
 
+def test_text_next_to_a_question_of_several_columns_joins_all_of_them(tmp_path):
+    texts = {name: lambda n, name=name: f"{name} {n} holds {n * 7} of them." for name in ("Body", "Remark")}
+    rows = write_rows(tmp_path / "rows.jsonl", **texts, Question=lambda n: f"How many {n}?", Answer=lambda n: n * 7)
+    [first, *_] = candidates(rows)
+    assert (first.template, [name for name, _ in left_out(first, rows, {})]) == ("{Body}\n{Question}", ["Remark"])
+    assert left_out(first, rows, {})[0][1].endswith("set data.question: '{Remark} {Body} {Question}'")
+
+
+def test_answers_of_all_files_decide_how_they_are_compared(here):
+    parts = here / "parts"
+    parts.mkdir()
+    for name, answer in {"a": "{}", "b": "Zoey is a knight, and Ethan is number {}."}.items():
+        rows = [{"question": f"What of {name} {n}?", "answer": answer.format(n)} for n in range(600)]
+        (parts / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    init("parts", "--yes")
+    assert load_config("parts.yaml").completion.equality == "exact"
+
+
 def test_rows_with_images_are_refused_by_the_name_of_the_column(here):
     write_rows(here / "seen.jsonl", question=lambda n: f"What is on {n}?", answer=str, photo=lambda n: f"pictures/{n}.png")
     output = init("seen.jsonl", "--yes", expect=1)
@@ -441,6 +461,69 @@ def test_at_most_five_questions_are_asked_and_their_answers_count(here, monkeypa
     assert len(asked) == 5
     config = load_config("solved.yaml")
     assert (config.model.path, config.data.answer_pattern) == (QWEN, "#### (.+)")
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A model folder whose tokenizer has a token for each word, as far as a proposal reads it."""
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<end>": 1}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} <end> {% endfor %}assistant:"
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, unk_token="<unk>", eos_token="<end>", pad_token="<end>", chat_template=template
+    )
+    made.save_pretrained(tmp_path / "words")
+    (tmp_path / "words" / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
+    return tmp_path / "words"
+
+
+def write_long_rows(path, *, working=400):
+    """Questions of 700 words, one of them of 2,000; each answer with a working."""
+    return write_rows(
+        path,
+        question=lambda n: f"Count {n}: " + "word " * (2000 if n == 7 else 700),
+        answer=lambda n: "so " * working + f"\n#### {n}",
+    )
+
+
+def test_lengths_are_counted_with_the_tokenizer_of_the_model(here, words):
+    write_long_rows(here / "long.jsonl")
+    output = init("long.jsonl", "--yes", "--model", words)
+    assert "refused" not in output
+    config = load_config("long.yaml")
+    assert config.model.path == str(words)
+    assert 2000 < config.validation.max_prompt_length < 2100
+    assert 400 * 1.25 <= config.rollout.max_completion_length < 600
+    assert "embedded:base" not in output
+    data = load_data(config, here / "data")
+    assert (data.train_rows + data.eval_rows, data.quarantined) == (30, 0)
+
+
+def test_a_pretrained_model_gets_the_training_of_the_preset_for_own_tables(here, words):
+    init("sums.jsonl", "--yes", "--model", words)
+    config, preset = load_config("sums.yaml"), load_config("custom-csv")
+    assert config.model.dtype == "auto"
+    assert config.rollout.max_completion_length == preset.rollout.max_completion_length
+    assert config.evaluation == preset.evaluation
+    assert config.stages == preset.stages
+    init("sums.jsonl", "--yes", "--force")
+    assert load_config("sums.yaml").stages[0].per_device_train_batch_size == 16
+
+
+def test_a_model_that_is_not_here_is_counted_with_the_embedded_one(here):
+    write_long_rows(here / "long.jsonl", working=0)
+    output = " ".join(init("long.jsonl", "--yes", "--model", QWEN).split())
+    assert f"lengths are counted in tokens of embedded:base, about one a character, because of {QWEN}" in output
+    # Characters are no reason to refuse a row that a real tokenizer makes short.
+    assert "29 rows" not in output
+    assert QWEN in (here / "long.yaml").read_text()
+    assert load_config("long.yaml").validation.max_prompt_length > 3000
+
+
+@pytest.mark.parametrize("given", ["no/such/folder", "./none", "sums.jsonl"])
+def test_a_path_that_is_no_model_is_refused_at_once(here, given):
+    assert "fix:" in init("sums.jsonl", "--yes", "--model", given, expect=2)
+    assert not (here / "sums.yaml").exists()
 
 
 def test_columns_can_be_named_and_missing_questions_are_refused(here):

@@ -85,7 +85,9 @@ def test_calculations_of_real_problems_give_their_answers(real_data, tmp_path, m
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     completion = load_config("config.yaml").completion
     read = [extract(row["solution"], completion) for row in shown]
-    assert all(one.strict_format and answers_equal(one.answer, row["answer"], "math") for one, row in zip(read, shown, strict=True))
+    assert all(
+        one.strict_format and answers_equal(one.answer, row["answer"], "math") for one, row in zip(read, shown, strict=True)
+    )
     outcome = CliRunner().invoke(app, ["run", "config.yaml", "--dry-run", "--set", "model.path=embedded:base"])
     assert outcome.exit_code == 0, outcome.output
 

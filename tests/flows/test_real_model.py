@@ -1,15 +1,28 @@
-"""The whole chain on a real pretrained model of 30 layers and 49,152 tokens: two updates of each stage, killed and resumed."""
+"""A real pretrained model of 30 layers and 49,152 tokens: two updates of each stage, killed and resumed; and what it answers."""
 
 import signal
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_tasks.content.tokenizer import prompt_ids
+from grpo_tasks.policy.load import load_policy, load_tokenizer
+from grpo_tasks.policy.merge import merge
+from grpo_tasks.rollout.chat_session import ChatSession
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.tracking.chat_model import ServedModel
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results.data import LabReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import StageResult
+from schemas.results.model import MergeSpec, ModelRef, StageResult
 from tests.flows.contents import contents, differences
 from tests.flows.place import SMALL, Place, wait_for_step
 
@@ -66,3 +79,47 @@ def test_a_real_model_goes_through_the_chain_and_survives_a_kill(real_model, tmp
     assert {one.stage for one in LabReport.load(lab).forecasts} == {"format", "correctness"}
     reports = [EvalReport.load(path) for path in whole.root.glob("runs/small/evaluate_model/*/result.json")]
     assert {report.label: report.prompts for report in reports} == {"base": 2, "correctness": 2, "merged": 2}
+
+
+@pytest.mark.parametrize("system", ["Reply with <reasoning>...</reasoning><answer>...</answer>.", None])
+def test_engine_transformers_chat_and_published_model_answer_alike(real_model, tmp_path, system):
+    """Also where a stop string ends inside a token; without a system prompt the template writes one of its own."""
+    targets = ["q_proj", "v_proj"]
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32)
+    trained = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    trained.save_pretrained(tmp_path / "adapter")
+    user = [{"role": "user", "content": "Write two sentences about the sea."}]
+    chat = user if system is None else [{"role": "system", "content": system}, *user]
+    model = ModelConfig(path=str(real_model), merged_dtype="float32", lora={"r": 4, "lora_alpha": 8, "target_modules": targets})
+    ref = ModelRef(path=str(real_model), adapter=tmp_path / "adapter")
+    spec = MergeSpec(ref=ref, model=model, prompts=[chat], max_new_tokens=24, chat_template_kwargs={}, system_prompt=system)
+    merge(spec, tmp_path, device=torch.device("cpu"))
+
+    folder, tokenizer = tmp_path / "model", load_tokenizer(ref)
+    published = AutoTokenizer.from_pretrained(folder)
+    prompt = published.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert prompt["input_ids"][0].tolist() == prompt_ids(tokenizer, chat)
+    engine = LocalEngine(load_policy(ref, model, device=torch.device("cpu"), dtype="float32"), tokenizer)
+
+    def sampled(rollout):
+        [made] = engine.generate([Request(prompt_ids(tokenizer, chat), 0)], Sampling.of(rollout, temperature=0.0))
+        return made
+
+    free = sampled(RolloutConfig(max_completion_length=24))
+    out = AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=24, do_sample=False)
+    assert out[0, prompt["input_ids"].shape[1] :].tolist() == list(free.token_ids)
+    # A token of several characters, cut in two.
+    token = next(text for number in free.token_ids[2:] if len(text := tokenizer.decode([number])) > 3)
+    for stop, include in ([], True), ([token[:-1]], True), ([token[1:3]], False):
+        rollout = RolloutConfig(max_completion_length=24, stop=stop, include_stop_str_in_output=include)
+        wanted, settings = sampled(rollout), {"device": "cpu", "max_tokens": 24, "stop": stop, "include_stop": include}
+        assert (wanted.finish_reason == "stop" and len(wanted.token_ids) < 24) == bool(stop)
+        served = ServedModel()
+        served.load_context(SimpleNamespace(artifacts={"model": str(folder)}, model_config=settings))
+        assert served.predict(None, {"messages": user})["choices"][0]["message"]["content"] == wanted.text
+        session = ChatSession(folder, stop=stop, include_stop=include)
+        assert "".join(session.answer(user, max_new_tokens=24, greedy=True)) == wanted.text

@@ -3,9 +3,13 @@
 import subprocess
 import time
 
+import httpx
+import prefect.server.api.server as prefect_server
 import pytest
 import yaml
 
+from flows import temporary_server
+from schemas.errors import OrchestratorError
 from tests.answering import answering
 from tests.flows.place import BIN, SMALL, Place, wait_for_step
 from tests.flows.test_interrupted import fill
@@ -111,6 +115,21 @@ def test_a_temporary_server_that_cannot_start_is_not_started_again_and_again(sur
     output = surroundings("run")
     assert "Prefect's temporary server ended while it started: sqlalchemy.exc.DatabaseError" in output
     assert f"PREFECT_HOME={home}" in output
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("Timed out while attempting to connect"), httpx.ReadTimeout("timed out")])
+def test_a_temporary_server_that_is_too_slow_is_one_message(tmp_path, monkeypatch, fault):
+    def start(server, timeout=None):
+        raise fault
+
+    server = prefect_server.SubprocessASGIServer
+    for name, value in {"start": start, "find_available_port": None, "_run_uvicorn_command": None}.items():
+        monkeypatch.setattr(server, name, value)
+    monkeypatch.setattr(temporary_server, "_database", lambda: tmp_path / "prefect.db")
+    temporary_server._patch_prefect.__wrapped__()
+    with pytest.raises(OrchestratorError, match=r"did not answer in time: .*imed out") as caught:
+        server.start(None)
+    assert "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=1800" in caught.value.fix
 
 
 @pytest.mark.long

@@ -120,6 +120,24 @@ def test_the_usual_stages_pass_every_check(run_config, rows):
     assert findings.forecasts == []
 
 
+def test_a_number_that_is_copied_from_the_question_is_no_expression(run_config, make_row):
+    stages = {"format": ["format"], "correctness": ["format", "correctness"]}
+    config, copied = run_config(stages, completion={"equality": "math"}, lab=SMALL), "copied_from_the_question"
+
+    def asked(answer, value):
+        return [make_row(line, answer, f"Make {value} from 92, 31 and 5.") for line in (1, 2)]
+
+    found = run_lab(config, asked("92 + 31 - 5", 118))
+    assert failed(found) == {"stage:correctness/gaming"}
+    assert [check.probe for check in found.checks if check.outcome == "failed"] == [copied]
+    # A question without the value, and a truth that is a number, have nothing to copy.
+    assert failed(run_lab(config, asked("92 + 31 - 5", 7))) == set()
+    boxed = CompletionConfig(format="boxed", equality="math")
+    for answer, value, times in (("92 + 31 - 5", 118, 1), ("92 + 31 - 5", 7, 0), ("118", 118, 0)):
+        [row, _] = asked(answer, value)
+        assert [probe.kind for probe in make_probes(row, boxed)].count(copied) == times
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("equality", ["exact", "numeric", "math", "choice"])
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
@@ -486,7 +504,7 @@ def test_golds_that_cannot_be_found_are_refused(run_config, own_module, style_ro
     ],
 )
 def test_every_format_can_be_probed(run_config, rows, completion):
-    findings = run_lab(run_config({"s": ["format", "correctness"]}, completion=completion, lab=SMALL | {"strict": False}), rows)
+    findings = run_lab(run_config({"s": ["format", "correctness"]}, completion=completion, lab=SMALL), rows)
     assert failed(findings) == set()
     assert findings.probes.filter(role="perfect")["reward_correctness"].to_list() == [1.0] * 3
 

@@ -120,6 +120,14 @@ def test_a_truncated_completion_is_compared_by_the_policys_own_probabilities(eng
     assert [c.token_ids for c in small] == [c.token_ids for c in drawn]
 
 
+def test_any_number_of_special_tokens_may_stand_within_a_stop_string(tokenizer):
+    ids = [
+        one for text in ("5", *[str(tokenizer.eos_token)] * 20, "+") for one in tokenizer.encode(text, add_special_tokens=False)
+    ]
+    rule = StopRule(tokenizer, frozenset(), sampling(stop=["5+"]))
+    assert [rule.ended(ids[:-1]), rule.ended(ids), rule.text(ids)] == [False, True, "5+"]
+
+
 def test_a_stop_token_ends_a_completion_by_its_id_or_its_text(engine, tokenizer, requests):
     [comma] = tokenizer(",", add_special_tokens=False)["input_ids"]
     by_text, by_id = (engine.generate(requests, sampling(stop_token_ids=[stop])) for stop in (",", comma))

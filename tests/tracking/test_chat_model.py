@@ -1,5 +1,6 @@
 """The code in a published artifact: it answers as the engine of the training does, and in the form that OpenAI clients read."""
 
+import random
 import shutil
 from types import SimpleNamespace
 
@@ -8,14 +9,15 @@ import pytest
 import torch
 from mlflow.exceptions import MlflowException
 
-from grpo_tasks.content.tokenizer import prompt_ids, set_system_prompt, set_template_defaults
+from grpo_tasks.content.tokenizer import add_tokens, prompt_ids, set_system_prompt, set_template_defaults
 from grpo_tasks.kit import cards
 from grpo_tasks.kit.cards import check_cards
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.tracking.chat_model import ServedModel
-from schemas.config.model import ModelConfig
+from grpo_tasks.rollout.stop import StopRule
+from grpo_tasks.tracking.chat_model import ServedModel, _StopSearch
+from schemas.config.model import AddedToken, ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
@@ -169,3 +171,28 @@ def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(model, req
     with pytest.raises(MlflowException, match=says) as refused:
         ask(model, **request_)
     assert refused.value.get_http_status_code() == 400
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("stop", [["<search>"], ["<search>", "5"], ["5<search>"], ["<ask>"], ["5+"], ["<|im_end|>"]])
+def test_stop_strings_with_special_tokens_mean_what_they_mean_in_training(stop, include):
+    tokenizer = load_tokenizer(ModelRef(path="embedded:base"))
+    added = [AddedToken(token="<search>", special=True), AddedToken(token="<sep>", special=True), AddedToken(token="<ask>")]
+    # Special, and without a role such as EOS, like most special tokens of published tokenizers.
+    assert add_tokens(tokenizer, added)
+    assert "<search>" not in tokenizer.all_special_tokens
+    texts = ["<search>", "<sep>", "<ask>", "5", "+", "=", "<|im_end|>"]
+    ids = [one for text in texts for one in tokenizer.encode(text, add_special_tokens=False)]
+    rollout = RolloutConfig(stop=stop, include_stop_str_in_output=include)
+    rule = StopRule(tokenizer, frozenset(), Sampling.of(rollout))
+    search, draw, ended = _StopSearch(tokenizer, stop, 0), random.Random(7), 0
+    for _ in range(100):
+        drawn = draw.choices(ids, k=12)
+        length = next((count for count in range(1, 13) if rule.ended(drawn[:count])), None)
+        tokens = drawn[:length]
+        assert search.cut(tokens, include=include) == (rule.text(tokens), length is not None)
+        assert [bool(search(torch.tensor([tokens[:count]]), None)) for count in range(1, len(tokens))] == [False] * (
+            len(tokens) - 1
+        )
+        ended += length is not None
+    assert ended > 20

@@ -335,11 +335,14 @@ def test_of_a_thousand_equal_candidates_at_most_about_alpha_are_promoted(num_sam
 @pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 def test_lineage_leads_from_a_version_to_run_data_config_and_environment(config, publish_one):
+    rollout = config.rollout.model_copy(update={"stop": ["</answer>", "\n\n"], "include_stop_str_in_output": False})
+    config = config.model_copy(update={"rollout": rollout})
     publish_one(config, "1")
     name, client = config.registered_model, MlflowClient(config.tracking.tracking_uri)
     found = lineage_of(f"models:/{name}@champion", config.tracking)
     assert (found.version, found.adapter_sha256, found.data_digest) == ("1", "1" * 64, "d" * 64)
     assert found.system_prompt == "Answer in tags."
+    assert (found.stop, found.include_stop_str_in_output) == (["</answer>", "\n\n"], False)
     assert found.packages["torch"]
     assert "name: " + config.name in recorded_config(found, config.tracking)
     assert [find_tagged(name, {"grpo.key": key}, config.tracking) for key in ("1", "2")] == ["1", None]
