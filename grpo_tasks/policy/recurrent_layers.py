@@ -33,8 +33,13 @@ _DONE = "_mixers_share_prompts"
 
 def share_prompts(model: CausalLM) -> None:
     """Let attention and mixers of a model follow the `shared_prompt` of a pass from now on, in place; as before without one."""
+    use_shared_prompts(causal_model(model))
+    find_mixers(model)
+
+
+def find_mixers(model: CausalLM) -> None:
+    """Let the mixers alone follow it; `recurrent_layers` has them then."""
     causal = causal_model(model)
-    use_shared_prompts(causal)
     if getattr(causal, _DONE, False):
         return  # each pass begins here, and a walk through all modules costs as much as a layer of a small model
     setattr(causal, _DONE, True)
@@ -81,7 +86,7 @@ def mixer_kernels(model: CausalLM) -> str:
 
 
 def recurrent_layers(model: CausalLM) -> "dict[int, RecurrentLayer]":
-    """The mixers of a model that `share_prompts` has found, by their numbers among the layers."""
+    """The mixers of a model that `find_mixers` has found, by their numbers among the layers."""
     return {module.layer_idx: module for module in causal_model(model).modules() if isinstance(module, RecurrentLayer)}
 
 

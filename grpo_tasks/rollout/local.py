@@ -26,7 +26,7 @@ from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
-from grpo_tasks.policy.recurrent_layers import encode_contexts, recurrent_layers, share_prompts
+from grpo_tasks.policy.recurrent_layers import encode_contexts, find_mixers, recurrent_layers, share_prompts
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
 from grpo_tasks.rollout.decoding_cache import DecodingCache
@@ -250,7 +250,7 @@ class SharedPromptState:
         fused: FusedDecoder | None = None,
         windows: dict[int, int | None] | None = None,
     ) -> None:
-        share_prompts(model)
+        find_mixers(model)
         recurrent = recurrent_layers(model)
         layers = DynamicCache(config=causal_model(model).config).layers
         # transformers has states for layers without attention too (Nemotron-H), which remember nothing.
@@ -266,6 +266,8 @@ class SharedPromptState:
             cache = encode_context(model, prompts)
             keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
             self.cache = DecodingCache(keys, values, lengths, prompt_of)
+        # Now, because the mask of a plain pass is another one: some models (MPT) need it to encode the contexts.
+        share_prompts(model)
         self._model, self._fused = model, fused
         self.static = not angles_depend_on_length(causal_model(model))
         if windows is not None:

@@ -117,7 +117,7 @@ def test_engine_transformers_chat_and_published_model_answer_alike(real_model, t
     for stop, include in ([], True), ([token[:-1]], True), ([token[1:3]], False):
         rollout = RolloutConfig(max_completion_length=24, stop=stop, include_stop_str_in_output=include)
         wanted, settings = sampled(rollout), {"device": "cpu", "max_tokens": 24, "stop": stop, "include_stop": include}
-        assert (wanted.finish_reason == "stop" and len(wanted.token_ids) < 24) == bool(stop)
+        assert (len(wanted.token_ids) < len(free.token_ids)) == bool(stop)
         served = ServedModel()
         served.load_context(SimpleNamespace(artifacts={"model": str(folder)}, model_config=settings))
         assert served.predict(None, {"messages": user})["choices"][0]["message"]["content"] == wanted.text
