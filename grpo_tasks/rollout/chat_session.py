@@ -79,7 +79,7 @@ class _Written(StoppingCriteria):
         self.tokens: SimpleQueue[int | None] = SimpleQueue()
         self._rule, self._prompt_tokens = rule, prompt_tokens
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # noqa: ARG002 - transformers' signature
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: object) -> Tensor:  # noqa: ARG002 - transformers' signature
         """One row: [1, S + T] -> [1], True where the answer is complete."""
         ids = input_ids[0, self._prompt_tokens :].tolist()
         self.tokens.put(ids[-1])
