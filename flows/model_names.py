@@ -23,6 +23,7 @@ from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.model_files import BITS, asks_for_date, hub_snapshot, rounds
 from grpo_tasks.kit.cards import fastest_dtype
 from grpo_tasks.kit.files import replacing
+from grpo_tasks.running.orchestrator import run_logger
 from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import TEMPLATE_DATE
 from schemas.config.run import RunConfig
@@ -133,9 +134,9 @@ def is_adapter(folder: Path) -> bool:
     return os.path.exists(folder / "adapter_config.json")  # noqa: PTH110 - unlike Path, accepts a name of any length
 
 
-def with_local_model(config: RunConfig) -> RunConfig:
+def with_local_model(config: RunConfig, *, computes: bool = True) -> RunConfig:
     """The config with the folder of the registered model that `model.path` names, if it names one, a named precision and a fixed
-    date.
+    date. A flow that `computes` nothing with the weights does not decide about the precision of others.
 
     `ConfigError` where the model was published in a precision that model.dtype would round.
     """
@@ -158,7 +159,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
 
     if config.model.dtype == "auto":
         fastest = fastest_dtype(config.resources.device)
-        config = with_fixed_dtype(config, published_in(fastest) or fastest)
+        config = with_fixed_dtype(config, published_in(fastest) or fastest, leave=computes)
     if saved := published_in(config.model.dtype):
         raise ConfigError(
             f"{name} was published in {saved}, because a shorter precision would lose what it learned; with "
@@ -191,15 +192,23 @@ def with_fixed_date(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"rollout": rollout})
 
 
-def with_fixed_dtype(config: RunConfig, dtype: str) -> RunConfig:
-    """The config with what model.dtype auto stands for: `dtype`, or that of the first run in the same folder of results.
+def with_fixed_dtype(config: RunConfig, dtype: str, *, leave: bool) -> RunConfig:
+    """The config with what model.dtype auto stands for: that of the first run in the same folder of results, else `dtype`, which
+    is left there for later ones if `leave`.
 
     A run that is resumed on another machine would otherwise be another run.
     """
-    file = _of_first_run(config, DTYPE, dtype)
-    fixed = file.read_text(encoding="utf-8").strip()
+    file = config.resources.output_dir / config.name / DTYPE
+    if leave:
+        _of_first_run(config, DTYPE, dtype)
+    fixed = file.read_text(encoding="utf-8").strip() if file.is_file() else dtype
     if fixed not in BITS:
         raise ConfigError(f"{fixed[:40]!r} is no precision", place=str(file), fix="delete the file, or name one as model.dtype")
+    if fixed != dtype:
+        run_logger().warning(
+            "model.dtype auto stays %s, as in the first run of %s; for %s, delete %s: all stages train again",
+            *(fixed, config.name, dtype, file),
+        )
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": fixed})})
 
 

@@ -45,7 +45,8 @@ def validate(config: RunConfig, fresh: bool = False) -> DataReport:
         config: the configuration. Fields that are rarely changed are folded away.
         fresh: run every step again, even if its inputs have not changed.
     """
-    config = with_local_model(config)
+    # On a machine without the GPU of the training, perhaps.
+    config = with_local_model(config, computes=False)
     with open_flow_run(config, flow="validate", fresh=fresh, steps=2 + len(config.promotion.guards)) as run:
         data = validated_data(run)
         validate_guards(run)

@@ -186,7 +186,8 @@ def token_batch(
         if share_starts:
             parts = branches(len(prompts[used[number]]), [completions[index] for index in group])
         stems += [(number, Branch(part.start, [group[member] for member in part.members])) for part in parts]
-    prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False)
+    # Two columns at least: models cannot encode the context of prompts of a single token, which has none.
+    prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False, least=2)
     completion_ids, completion_mask = pad(completions, left=False)
     return TokenBatch(
         prompt_ids=moved(prompt_ids, device),
@@ -200,10 +201,10 @@ def token_batch(
     )
 
 
-def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
-    """Ids of rows of different lengths, 0 where padded, and their mask, at least one column wide."""
+def pad(rows: Sequence[Sequence[int]], *, left: bool, least: int = 1) -> tuple[Int[Tensor, "N L"], Bool[Tensor, "N L"]]:
+    """Ids of rows of different lengths, 0 where padded, and their mask, at least `least` columns wide."""
     lengths = [len(row) for row in rows]
-    sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
+    sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(least, *lengths))
     mask = columns >= len(columns) - sizes if left else columns < sizes  # [N, L]
     # Any valid token id serves as padding, because it is masked or never read; 0 exists in every vocabulary.
     return fill(rows, mask, torch.long), mask

@@ -266,7 +266,7 @@ class SharedPromptState:
             cache = encode_context(model, prompts)
             keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
             self.cache = DecodingCache(keys, values, lengths, prompt_of)
-        # Now, because the mask of a plain pass is another one: some models (MPT) need it to encode the contexts.
+        # Behind the contexts: some models (MPT) encode them with the mask of their own attention, which is another one then.
         share_prompts(model)
         self._model, self._fused = model, fused
         self.static = not angles_depend_on_length(causal_model(model))

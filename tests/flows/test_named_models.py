@@ -190,12 +190,17 @@ def test_what_is_no_day_is_refused_with_the_fix(dated, tmp_path, given):
         with_fixed_date(dated)
 
 
-def test_dtype_auto_is_that_of_the_first_run_whatever_machine_resumes_it(dated, tmp_path, monkeypatch):
+def test_dtype_auto_is_that_of_the_first_run_whatever_machine_resumes_it(dated, tmp_path, monkeypatch, caplog):
     config = dated.model_copy(update={"model": ModelConfig(dtype="auto")})
+    monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "float32")
+    # Only to validate the data: a login node does not decide for the GPU.
+    assert with_local_model(config, computes=False).model.dtype == "float32"
     monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "bfloat16")
     first = with_local_model(config)
+    assert "stays" not in caplog.text
     monkeypatch.setattr(model_names, "fastest_dtype", lambda _: "float32")
     assert first.model == with_local_model(config).model == ModelConfig(dtype="bfloat16")
+    assert f"model.dtype auto stays bfloat16, as in the first run of {config.name}" in caplog.text
     assert with_local_model(config.model_copy(update={"name": "other"})).model.dtype == "float32"
     assert with_local_model(dated).model.dtype == "float32"
     (tmp_path / "runs" / "small" / DTYPE).write_text("int8")

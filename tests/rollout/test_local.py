@@ -155,3 +155,14 @@ def test_greedy_equals_generate_of_transformers(engine, policy, tokenizer, promp
     # The penalty matters here.
     plain = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0))
     assert ([c.token_ids for c in ours] == [c.token_ids for c in plain]) == (penalty == 1.0)
+
+
+@pytest.mark.parametrize("others", [[], [[5, 6, 7]]], ids=["alone", "beside longer ones"])
+def test_prompts_of_a_single_token_have_no_context(engine, policy, tokenizer, others):
+    prompts = [[5], [6], *others]
+    for completion, prompt in zip(
+        engine.generate([Request(prompt, 0) for prompt in prompts], sampling(0.0)), prompts, strict=True
+    ):
+        options = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        [row] = policy.eval().generate(input_ids=torch.tensor([prompt]), **options)[:, len(prompt) :].tolist()
+        assert row[: len(completion.token_ids)] == completion.token_ids
