@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import httpx
 from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
+from prefect.exceptions import MissingResult
 from prefect.settings import get_current_settings
 from prefect.states import Completed
 from sqlalchemy.engine import make_url
@@ -178,12 +180,27 @@ def _patch_prefect() -> None:
     prefect_server.SubprocessASGIServer.start = start_locked  # type: ignore[assignment, method-assign]
 
 
+_returned: ContextVar[list[Any]] = ContextVar("returned")
+"""What the body of the flow that was called last has returned."""
+
+
 class _LockedFlow(Flow[P, R]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another flow, the server runs already.
         if FlowRunContext.get() is None:
             lock_temporary_server()
-        return super().__call__(*args, **kwargs)
+        returned = list[Any]()
+        outer = _returned.set(returned)
+        try:
+            return super().__call__(*args, **kwargs)
+        except MissingResult:
+            # Prefect asks again when a server is late with its reply. To a final state that it has recorded already the server
+            # replies with the state alone, and Prefect takes that for the result.
+            if not returned:
+                raise
+            return returned[-1]
+        finally:
+            _returned.reset(outer)
 
 
 def locked_flow(*, name: str, description: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
@@ -196,6 +213,7 @@ def locked_flow(*, name: str, description: str) -> Callable[[Callable[P, R]], Fl
         @functools.wraps(function)
         def with_headline(*args: P.args, **kwargs: P.kwargs) -> Any:
             result = function(*args, **kwargs)
+            _returned.get([]).append(result)
             message = result.headline() if isinstance(result, Result) else ""
             return Completed(message=message, data=result) if message else result
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,33 @@ def test_a_command_that_changes_the_champion_sends_the_event_for_automations(pre
         assert time.monotonic() < deadline, "the event did not arrive"
         time.sleep(0.3)
     assert found[0]["payload"]["detail"] == "rolled back"
+
+
+LATE_REPLY = """
+from prefect.client.base import PrefectHttpxSyncClient
+from flows.temporary_server import locked_flow
+from schemas.results.publication import RetrainResult
+
+send = PrefectHttpxSyncClient.send
+
+def send_twice(client, request, *args, **kwargs):
+    reply = send(client, request, *args, **kwargs)
+    # The first reply to the final state is lost, and Prefect's client asks again.
+    return send(client, request, *args, **kwargs) if b'"COMPLETED"' in request.content else reply
+
+PrefectHttpxSyncClient.send = send_twice
+
+@locked_flow(name="late", description="Its server is late with a reply.")
+def late():
+    return RetrainResult(trained=True, reason="r", summary="kept")
+
+print("ANSWER", late().summary)
+"""
+
+
+def test_a_flow_whose_server_is_late_with_its_reply_returns_its_result(prefect_api, tmp_path):
+    environment = os.environ | {"PREFECT_API_URL": prefect_api, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_REPLY], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "ANSWER kept" in done.stdout, done.stderr[-3000:]
