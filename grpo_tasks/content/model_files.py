@@ -100,7 +100,7 @@ def rounds(dtype: str, folder: Path) -> str | None:
 def generation_eos(path: str, revision: str | None) -> int | list[int] | None:
     """End tokens of the generation config; without one, those of config.json, as transformers takes them."""
     for name in ("generation_config.json", "config.json"):
-        file = _file_of(path, name, revision)
+        file = file_of(path, name, revision)
         if file is not None:
             config = json.loads(file.read_text(encoding="utf-8"))
             found: int | list[int] | None = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
@@ -110,7 +110,7 @@ def generation_eos(path: str, revision: str | None) -> int | list[int] | None:
 
 def context_length(path: str, revision: str | None = None) -> int | None:
     """Tokens that the model was made for (max_position_embeddings of config.json), if it names any."""
-    file = _file_of(resolve(path), "config.json", revision)
+    file = file_of(resolve(path), "config.json", revision)
     config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     return found if isinstance(found, int) else None
@@ -124,12 +124,13 @@ def asks_for_date(path: str, revision: str | None) -> bool:
     else:
         # What is wrong with a model says who loads it.
         with suppress(OSError):
-            files = [_file_of(path, name, revision) for name in _TEMPLATE_FILES]
+            files = [file_of(path, name, revision) for name in _TEMPLATE_FILES]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file is not None and file.is_file()]
     return any(TEMPLATE_DATE in text for text in texts)
 
 
-def _file_of(path: str, name: str, revision: str | None) -> Path | None:
+def file_of(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a model, a folder or a hub id, downloaded where it is not in the cache; None where the model has none of it."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)

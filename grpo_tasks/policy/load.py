@@ -34,6 +34,7 @@ from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
+from grpo_tasks.policy.text_tower import PUBLISHED, publish_names, published_start, trained_names
 from grpo_tasks.policy.torch_operators import check_operators
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -172,6 +173,8 @@ def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dty
             place=f"model.path: {ref.path}",
             fix="name another model",
         )
+    with load_errors("the class of the model", f"model.path: {ref.path}"):
+        vars(model)[PUBLISHED] = published_start(ref.path, ref.revision)
     # No noise in training but the dropout of the adapter (`lora_dropout`): the sampler has none, so ratios to it would be noise.
     # It is in modules of its own, or in attributes that a layer hands to its attention or to its loop over layers.
     for module in model.modules():
@@ -197,8 +200,9 @@ def load_policy(
 def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -> PeftModel:
     """The base with a saved adapter; ModelError where it cannot be loaded, or not all of it."""
     with load_errors("the adapter", str(adapter)):
-        policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable)
-        saved = load_peft_weights(str(adapter), device="cpu")
+        names = trained_names(vars(base).get(PUBLISHED))
+        policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable, key_mapping=names)
+        saved = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
         loaded = get_peft_model_state_dict(policy, save_embedding_layers=False)
     # peft only warns of what it does not find again under transformers' renamings of checkpoints (Laguna's shared experts).
     # In addition to its own tensors a file may hold the base's embeddings.
@@ -295,6 +299,9 @@ def save_trained(
         # peft would add all embeddings of a model with more tokens than its files; the trained rows are in the adapter.
         embeddings = False if trains_rows(model) else "auto"
         model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights, save_embedding_layers=embeddings)
+        start = vars(model.get_base_model()).get(PUBLISHED)
+        if start is not None:
+            publish_names(directory, start)
         order_modules(directory / "adapter_config.json")
     else:
         model.save_pretrained(str(directory), state_dict=weights)

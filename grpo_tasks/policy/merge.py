@@ -25,6 +25,7 @@ from grpo_tasks.policy import change
 from grpo_tasks.policy.change import KEPT, Distance, PolicyRecord, Shares, distance
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
+from grpo_tasks.policy.text_tower import complete
 from schemas.errors import MergeError
 from schemas.results.model import (
     GreedyAnswer,
@@ -118,6 +119,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             model.generation_config = generation_of(model, tokenizer, spec.sampling)
             report(Progress(f"saving the merged model in {dtype}"))
             saved = _save(model, tokenizer, target, dtype=dtype)
+            complete(target, spec.model.path, spec.model.revision, dtype)
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model
             gc.collect()  # modules refer to each other in cycles

@@ -32,18 +32,15 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, shard_like
+from grpo_tasks.policy.text_tower import PEFT_START, STARTS, renamed_key
 from schemas.errors import ModelError
 
 LEAST_SHIFT = 1.0
 """Mean |shift| (nats per token) of the calibration under the trainer's own forward pass."""
 SMALLEST, DOUBLINGS = 2.0**-8, 20
 SEED = 37
-STARTS = ("model.language_model.", "language_model.model.", "model.")
-"""What stands before the names of the text layers: in transformers' multimodal models, in vLLM's and in older files of
-transformers, in text models. The last one is the beginning of the first, so it is looked for last."""
 NAMINGS: tuple[str | None, ...] = (None, *STARTS)
 """None: as the trainer has it."""
-PEFT_START = "base_model.model."
 PROBE_IDS = [3 + 7 * index % 200 for index in range(128)]
 """Arbitrary token ids that every vocabulary has. The first two are the prompt of the others."""
 BASE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
@@ -166,23 +163,10 @@ def write_like(adapter: Path, folder: Path) -> None:
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def rename_keys(folder: Path, start: str | None) -> None:
-    """Write the weights of a folder, an adapter or a model, with names that begin with `start`, one of `NAMINGS`."""
-    if start is None:
-        return
-    for file in sorted(folder.glob("*.safetensors")):
-        renamed = {_renamed(name, start): values for name, values in load_file(file).items()}
-        save_file(renamed, file, metadata={"format": "pt"})
-    for index in folder.glob("*.safetensors.index.json"):
-        listed = json.loads(index.read_text(encoding="utf-8"))
-        listed["weight_map"] = {_renamed(name, start): file for name, file in listed["weight_map"].items()}
-        index.write_text(json.dumps(listed), encoding="utf-8")
-
-
 def likely_namings(folder: Path, served: str | None) -> list[str | None]:
     """`NAMINGS`, those first under which most weights of a folder have names of the served model (a folder, or a name)."""
     ours, theirs = _layers(folder), _layers(Path(served)) if served else set()
-    return sorted(NAMINGS, key=lambda start: len({_renamed(layer, start) for layer in ours} - theirs))
+    return sorted(NAMINGS, key=lambda start: len({renamed_key(layer, start) for layer in ours} - theirs))
 
 
 def without_match(folder: Path, served: str | None) -> str:
@@ -205,13 +189,6 @@ def _drawn(name: str, shape: torch.Size, scale: float, generator: torch.Generato
     if "lora_" not in name:
         return scale * drawn
     return drawn * (scale if "B" in name.rpartition("lora_")[2].partition(".")[0] else 1.0) / shape[1] ** 0.5
-
-
-def _renamed(name: str, start: str | None) -> str:
-    head = PEFT_START if name.startswith(PEFT_START) else ""
-    rest = name.removeprefix(head)
-    found = next((known for known in STARTS if rest.startswith(known)), None)
-    return name if start is None or found is None else head + start + rest.removeprefix(found)
 
 
 def _layers(folder: Path) -> set[str]:

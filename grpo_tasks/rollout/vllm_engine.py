@@ -27,6 +27,7 @@ from grpo_tasks.kit.share import Pool
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.sharded import sampling_copy
+from grpo_tasks.policy.text_tower import rename_keys
 from grpo_tasks.rollout import calibration
 from grpo_tasks.rollout.calibration import NAMINGS, Shifted
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
@@ -213,7 +214,7 @@ class VllmSampler:
                 # The policy's own folder, which nobody else reads; an adapter that is evaluated belongs to somebody.
                 own = weights.folder.is_relative_to(self._scratch)
                 folder = weights.folder if own else shutil.copytree(weights.folder, self._scratch / "renamed")
-                calibration.rename_keys(folder, self._naming)
+                rename_keys(folder, self._naming)
                 self._named[weights.name] = folder
             return self._named[weights.name]
 
@@ -267,7 +268,7 @@ class VllmSampler:
         folder = trial.folder.with_name(weights.name) if naming else trial.folder
         if not folder.exists():
             shutil.copytree(trial.folder, folder)
-            calibration.rename_keys(folder, naming)
+            rename_keys(folder, naming)
         try:
             self._load(server, weights, folder)
             return fault_of(self._probe(server, server.base if self._merged else weights.name))

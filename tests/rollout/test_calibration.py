@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy
+from grpo_tasks.policy.text_tower import rename_keys
 from grpo_tasks.rollout import calibration, local
-from grpo_tasks.rollout.calibration import PROBE_IDS, calibrated, rename_keys, shift_fault, without_match
+from grpo_tasks.rollout.calibration import PROBE_IDS, calibrated, shift_fault, without_match
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
