@@ -33,7 +33,7 @@ from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy.adapter_targets import add_adapter, row_targets, widen
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import predict_only, use_lean_layers
-from grpo_tasks.policy.sharded import gather_shards, is_sharded
+from grpo_tasks.policy.sharded import gather_shards, is_sharded, shard_like
 from grpo_tasks.policy.text_tower import PUBLISHED, publish_names, published_start, trained_names
 from grpo_tasks.policy.torch_operators import check_operators
 from schemas.config.model import ModelConfig
@@ -306,6 +306,28 @@ def save_trained(
     else:
         model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
+
+
+@torch.no_grad()
+def load_trained(model: CausalLM, directory: Path) -> None:
+    """Give a model the weights that `save_trained` wrote of it; all ranks call this. ModelError where one of them is not there.
+
+    Their names in files may be others than in the model: those of the published class, or of experts that are saved one by one.
+    """
+    if isinstance(model, PeftModel):
+        with load_errors("the adapter", str(directory)):
+            names = trained_names(vars(model.get_base_model()).get(PUBLISHED))
+            saved = load_peft_weights(str(directory), device="cpu", key_mapping=names)
+        present = get_peft_model_state_dict(model, save_embedding_layers=False if trains_rows(model) else "auto")
+    else:
+        with load_errors("the model", str(directory)):
+            saved = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, use_safetensors=True).state_dict()
+        present = model.state_dict()
+    missing = sorted(present.keys() - saved.keys())
+    if missing:
+        raise ModelError(f"{len(missing)} weights are missing: {', '.join(missing[:3])}", place=str(directory))
+    for name, tensor in present.items():
+        tensor.copy_(shard_like(saved[name], tensor))
 
 
 def generation_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> GenerationConfig:

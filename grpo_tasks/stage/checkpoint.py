@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import save_trained, trained_weights, trains_rows
+from grpo_tasks.policy.load import load_trained, save_trained, trained_weights
 from grpo_tasks.policy.sharded import gather_shards, shard_like
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.guards import Guards
@@ -161,17 +160,7 @@ class Checkpoints:
             whole = not path and isinstance(value, torch.Tensor) and value.shape == parameters[int(index)].shape
             entries[last] = shard_like(value, parameters[int(index)]) if whole else value
         optimizer.load_state_dict(optimizer.state_dict() | {"state": restored})
-        model, weights = self.state.model, dict[str, torch.Tensor]()
-        for file in sorted((checkpoint / "weights").glob("*.safetensors")):
-            weights.update(load_file(file))
-        if isinstance(model, PeftModel):
-            present = get_peft_model_state_dict(model, save_embedding_layers=False if trains_rows(model) else "auto")
-        else:
-            present = model.state_dict()
-        for name, tensor in present.items():
-            # Tied weights have two names in the model and are stored under one.
-            if name in weights:
-                tensor.copy_(shard_like(weights[name], tensor))
+        load_trained(self.state.model, checkpoint / "weights")
         return content
 
 

@@ -11,18 +11,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, save_trained, trainable_policy
+from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, load_trained, save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.policy.text_tower import published_start
 from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
 from schemas.results.model import MergeSpec, ModelRef
 from tests.zoo.build import TOKENIZER, config
 from tests.zoo.kinds import EOS, PAD, ZOO
 
 CPU = torch.device("cpu")
 IDS = torch.arange(30, 50)[None]
-MODELS = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+MODELS = ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_moe", "qwen4_exp"))]
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60)]
+WAYS = pytest.mark.parametrize("settings", [{}, {"lora": None}, {"added_tokens": ["<ask>"]}], ids=["adapter", "full", "tokens"])
 
 
 def published(name, folder, dtype=torch.bfloat16):
@@ -91,7 +93,28 @@ def test_an_adapter_that_was_trained_on_the_published_class_is_loaded(checkpoint
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": None}, {"added_tokens": ["<ask>"]}], ids=["adapter", "full", "tokens"])
+@WAYS
+def test_a_checkpoint_of_a_training_comes_back_whole(checkpoint, tmp_path, settings):
+    policy, config = trained(checkpoint, **settings)
+    save_trained(policy, load_tokenizer(ModelRef(path=config.path), config), tmp_path)
+    again = trainable_policy(ModelRef(path=config.path), config, device=CPU, seed=2)
+    load_trained(again, tmp_path)
+    wanted = dict(policy.named_parameters())
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+
+
+def test_a_checkpoint_without_one_of_the_weights_is_refused(checkpoint, tmp_path, tokenizer):
+    policy, _ = trained(checkpoint)
+    save_trained(policy, tokenizer, tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = sorted(weights)[0]
+    save_file({key: tensor for key, tensor in weights.items() if key != name}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="1 weights are missing"):
+        load_trained(policy, tmp_path)
+
+
+@WAYS
 def test_a_merged_model_is_the_published_class_with_all_else_byte_for_byte(checkpoint, tmp_path, settings):
     policy, settings = trained(checkpoint, **settings)
     tokenizer = load_tokenizer(ModelRef(path=settings.path), settings)
