@@ -164,11 +164,11 @@ class StagePlan:
         """What the local engine needs in addition while it samples; nothing where servers sample."""
         if self.rollout.engine == "vllm":
             return []
-        config = self.architecture
+        config = self.architecture.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        token = 2 * config.num_hidden_layers * key_heads * head_dim * self._sampled_width
+        token = 2 * self._key_layers * key_heads * head_dim * self._sampled_width
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
@@ -182,7 +182,6 @@ class StagePlan:
             encoded = rows * (self.prompt_length + self.rollout.max_completion_length)
             own, contexts = rows * self.turn_length, 1.5 * encoded
         seen = rows * config.vocab_size if self.rollout.repetition_penalty != 1.0 else 0
-        # Layers with a state of their own have no keys; they are counted with some all the same, which is more than they need.
         states = rows * state_bytes(self._policy)
         return [
             Item(f"keys and values of {rows} rows", (own + contexts) * token * (1 + SMALL_SHARE) + seen + states),
@@ -300,6 +299,14 @@ class StagePlan:
         # One server has the card of the trainer, several have the last ones of the machine (rollout/vllm_server.py). Only if that
         # is all of them, the first one is among them. A machine without cards plans for one that has enough.
         return vllm.replicas == 1 or torch.cuda.device_count() == vllm.replicas * vllm.tensor_parallel_size
+
+    @property
+    def _key_layers(self) -> int:
+        # Layers with a state of their own have none. All attention of transformers says whether it is causal, but for BLOOM's.
+        found = {
+            module.layer_idx for module in self._policy.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+        }
+        return len(found) or int(self.architecture.get_text_config().num_hidden_layers)
 
     def _gathered(self) -> float:
         """What a sharded model holds complete at once (policy/sharded.py): all outside the layers, and of the layers three."""

@@ -32,6 +32,7 @@ from tests.benchmarks import counts
 from tests.benchmarks.count_decode import GPU
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.tapes import Tapes
+from tests.zoo import build as zoo
 
 
 @pytest.fixture
@@ -479,3 +480,18 @@ def test_auto_takes_what_the_card_holds_and_limits_nothing_on_a_cpu(tmp_path):
     assert with_token_budget(spec_of(tmp_path, max_tokens_per_microbatch=77), policy, 40, GIB).max_tokens_per_microbatch == 77
     with pytest.raises(ModelError, match="does not fit into 1 GiB"):
         with_token_budget(spec, policy, 40, GIB)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5"])
+def test_planned_keys_and_states_are_those_that_the_engine_keeps(kind, tmp_path):
+    zoo.save(kind, tmp_path)
+    sizes = {"rollout.max_batch_size": 8, "rollout.max_completion_length": 64, "validation.max_prompt_length": 40}
+    settings = [f"model.path={tmp_path}", "model.lora.target_modules=all-linear"]
+    plan = stage_plans(load_config("demo", [*settings, *(f"{name}={value}" for name, value in sizes.items())]), GIB)[0]
+    ref, model = ModelRef(path=str(tmp_path)), plan.model
+    policy = trainable_policy(ref, model, device=torch.device("cpu"), seed=1)
+    # The capture keeps the memory in its place, as on a card.
+    engine = LocalEngine(policy, load_tokenizer(ref), capture=lambda step: step)
+    engine.generate([Request(list(range(5, 45)), seed) for seed in range(8)], Sampling.of(plan.rollout))
+    # The plan has room for the padding of contexts.
+    assert engine._graphs.num_bytes <= plan.sampling[0].bytes < 1.6 * engine._graphs.num_bytes
