@@ -119,17 +119,19 @@ class PromptGroups:
     the group. Smaller groups leave slots empty: those hold zeros, and what is computed for them is never read back.
     """
 
-    def __init__(self, prompt_of: Int[Tensor, " N"], num_prompts: int) -> None:
+    def __init__(self, prompts_of: Sequence[int], num_prompts: int, device: torch.device) -> None:
+        # On the host, which would wait for the width else.
+        prompt_of = torch.tensor(prompts_of)
         counts = torch.bincount(prompt_of, minlength=num_prompts)
         self.num_prompts, self.width = num_prompts, int(counts.max())
         # Sorted by prompt, a row's rank within its group is its place in the order minus the place of the group's first row.
         order = prompt_of.argsort(stable=True)  # [N]
         first = (counts.cumsum(0) - counts)[prompt_of[order]]  # [P] -> [N]
         slots = torch.empty_like(prompt_of)
-        slots[order] = prompt_of[order] * self.width + torch.arange(len(order), device=order.device) - first
+        slots[order] = prompt_of[order] * self.width + torch.arange(len(order)) - first
         # The usual case: equal groups whose rows are neighbours. Row n is slot n then, and nothing has to be copied.
         dense = len(slots) == num_prompts * self.width and bool((slots[1:] > slots[:-1]).all())
-        self.slots = None if dense else slots
+        self.slots = None if dense else moved(slots, device)
 
     def fold(self, rows: Shaped[Tensor, "N H T D"], heads: int) -> Shaped[Tensor, "P K M D"]:
         """Place the rows of a group, and the query heads that share one of K key heads, side by side: M = width (H / K) T."""
@@ -236,4 +238,4 @@ class PackedRow:
     @cached_property
     def groups(self) -> PromptGroups | None:
         """How completions are placed next to their prompt; None without completions."""
-        return PromptGroups(self.prompt_of, len(self.prompt_lengths)) if self.own_lengths else None
+        return PromptGroups(self.prompts_of, len(self.prompt_lengths), self.device) if self.own_lengths else None

@@ -45,8 +45,9 @@ def published_start(path: str, revision: str | None) -> str | None:
     config = AutoConfig.from_pretrained(resolve(path), revision=revision)
     trained = AutoModelForCausalLM._model_mapping.get(type(config), None)
     kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    published = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
-    if trained is None or kind is trained or not published or config.get_text_config() is config:
+    if trained is None or kind is trained or config.get_text_config() is config:
+        return None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
     with torch.device("meta"):
         whole = kind._from_config(config)
@@ -130,9 +131,9 @@ def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) 
     config |= {"dtype": dtype, "text_config": config["text_config"] | changed}
     (merged / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for name in _PROCESSOR:
-        file = file_of(resolve(path), name, revision)
-        if file is not None:
-            shutil.copy(file, merged / name)
+        found = file_of(resolve(path), name, revision)
+        if found is not None:
+            shutil.copy(found, merged / name)
 
 
 def _files(path: str, revision: str | None) -> dict[str, Path]:

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -14,6 +15,21 @@ SHAPES = {
     "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "qwen2.5-1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
+
+_HYBRID = {
+    "vocab_size": 248_320, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_SMALL = _HYBRID | {"num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": _SMALL | {"hidden_size": 1024, "intermediate_size": 3584},
+    "qwen3.5-2b": _SMALL | {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3.5-4b": _HYBRID | {
+        "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "linear_num_value_heads": 32,
+    },
+}  # fmt: skip
+"""Text towers: three layers of Gated DeltaNet to one of attention."""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3_5TextConfig
 from typer.testing import CliRunner
 
 from flows.cli.main import app
@@ -30,7 +30,7 @@ from schemas.results.model import ModelRef
 from tests.attention.reference_kernel import masked_way
 from tests.benchmarks import counts
 from tests.benchmarks.count_decode import GPU
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import HYBRIDS, SHAPES
 from tests.benchmarks.tapes import Tapes
 from tests.zoo import build as zoo
 
@@ -40,7 +40,10 @@ def shape(tmp_path):
     """A folder with the config of a model of that shape, and no weights."""
 
     def write(name):
-        config = counts.architecture(SHAPES[name]["num_hidden_layers"]).to_dict() | SHAPES[name]
+        if name in HYBRIDS:
+            config = Qwen3_5TextConfig(**HYBRIDS[name]).to_dict()
+        else:
+            config = counts.architecture(SHAPES[name]["num_hidden_layers"]).to_dict() | SHAPES[name]
         (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 
@@ -61,6 +64,12 @@ def grpo(*words):
         ("gsm8k-qwen2.5-1.5b", "qwen2.5-1.5b", "40GB"),
         ("gsm8k-qwen2.5-1.5b-vllm", "qwen2.5-1.5b", "40GB"),
         ("gsm8k-qwen2.5-1.5b-4gpu", "qwen2.5-1.5b", "40GB"),
+        ("gsm8k-qwen3.5-0.8b", "qwen3.5-0.8b", "8GB"),
+        ("gsm8k-qwen3.5-0.8b-vllm", "qwen3.5-0.8b", "8GB"),
+        ("gsm8k-qwen3.5-2b", "qwen3.5-2b", "16GB"),
+        ("gsm8k-qwen3.5-2b-vllm", "qwen3.5-2b", "16GB"),
+        ("gsm8k-qwen3.5-4b", "qwen3.5-4b", "24GB"),
+        ("gsm8k-qwen3.5-4b-vllm", "qwen3.5-4b", "24GB"),
     ],
 )
 def test_presets_fit_the_card_that_they_name(preset, model, memory, shape):
