@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -44,13 +44,13 @@ def published_start(path: str, revision: str | None) -> str | None:
     """What stands before the names of the text layers in the class that a checkpoint names; None where that class is trained."""
     config = AutoConfig.from_pretrained(resolve(path), revision=revision)
     trained = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if trained is None or kind is trained or config.get_text_config() is config:
+    published = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    if trained is None or published is trained or config.get_text_config() is config:
         return None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+    if not isinstance(published, type) or not issubclass(published, PreTrainedModel):
         return None
     with torch.device("meta"):
-        whole = kind._from_config(config)
+        whole = cast(Any, published)._from_config(config)
     tower = AutoModel._model_mapping[type(config.get_text_config())]
     places = [f"{name}." for name, module in whole.named_modules() if isinstance(module, tower)]
     return next((start for start in STARTS[:-1] if start in places), None)

@@ -115,7 +115,7 @@ def test_a_checkpoint_without_one_of_the_weights_is_refused(checkpoint, tmp_path
 
 
 @WAYS
-def test_a_merged_model_is_the_published_class_with_all_else_byte_for_byte(checkpoint, tmp_path, settings):
+def test_a_merged_model_is_the_published_class_and_all_else_stays(checkpoint, tmp_path, settings):
     policy, settings = trained(checkpoint, **settings)
     tokenizer = load_tokenizer(ModelRef(path=settings.path), settings)
     ref = ModelRef(path=settings.path, adapter=tmp_path / "adapter") if settings.lora else ModelRef(path=str(tmp_path / "full"))
