@@ -31,6 +31,8 @@ _PERCENT = "\ufdd2"
 """Stands for a percent sign that begins no directive. Unicode reserves this code point for use inside a program."""
 _SYSTEM_START, _SYSTEM_END = "{#- system prompt of the training -#}", "{#- end of the system prompt +#}"
 """Comments of the template around the part that `set_system_prompt` wrote."""
+_OF_CALLERS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now"}
+"""Variables of a chat template that no setting is for."""
 _SYSTEM = (
     "{%- if not messages or messages[0]['role'] != 'system' %}"
     "{%- set messages = [{'role': 'system', 'content': PROMPT}] + messages %}"
@@ -126,6 +128,14 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
         return system + (own if own.startswith(opening) else opening + _own_line(own))
 
     _change_templates(tokenizer, opened)
+
+
+def template_variables(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Variables that the chat template does without where nobody sets them, such as enable_thinking."""
+    template = tokenizer.chat_template or ""
+    text = "\n".join(template.values()) if isinstance(template, dict) else template
+    own = set(re.findall(r"\b(?:set|for) +(\w+)", text)) | _OF_CALLERS
+    return sorted(set(re.findall(r"(?<![\w.])(\w+) is (?:not )?defined", text)) - own)
 
 
 def _today(date: str) -> str:

@@ -23,6 +23,7 @@ from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.model_files import context_length
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.shards import is_pattern, shards_of
+from grpo_tasks.content.tokenizer import template_variables
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import RowVerdict, judge
@@ -384,6 +385,10 @@ completion:
     elif proposal.has_truth:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
     reader, training = proposal.reader, proposal.reader.training
+    off = (
+        "  chat_template_kwargs: {enable_thinking: false}    # true: it thinks first, in tokens of the completion\n"
+    )
+    thinking = off if "enable_thinking" in template_variables(reader.counter.tokenizer) else ""
     counted = f"\n  # {_comment(reader.note)}" if reader.note else ""
     # The embedded model was made for float32: another precision would show other results than the pages.
     faster = "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
@@ -412,7 +417,7 @@ refused; more stop the run{reasons}
 rollout:
   max_completion_length: {proposal.max_completion_length}    # tokens
   temperature: 1.0
-
+{thinking}
 {_stages(proposal)}
 evaluation: {{max_prompts: {training.eval_prompts}, num_samples: 4}}
 """

@@ -118,6 +118,13 @@ def report_markdown(
     return "\n\n".join(parts) + "\n"
 
 
+def prompt_markdown(text: str, variables: Sequence[str]) -> str:
+    """A prompt as the model reads it, special tokens included, and the variables of the chat template with their values."""
+    code = "\n".join(f"    {line}" for line in text.splitlines())
+    said = f"rollout.chat_template_kwargs: {', '.join(variables)}.\n\n" if variables else ""
+    return f"\n## The first prompt as the model reads it\n\n{said}{code}\n"
+
+
 def _example(check: LabCheck) -> Iterable[str]:
     yield f"## First failure: {check.function} / {check.check}"
     yield " ".join(check.detail.replace("<", "&lt;").split())

@@ -1,5 +1,6 @@
 """Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +9,19 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.tokenizer import (
+    add_tokens,
+    added_tokens,
+    completion_text,
+    prompt_ids,
+    set_template_defaults,
+    template_variables,
+)
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.statistics import wilson_interval
 from grpo_tasks.kit.files import remove
 from grpo_tasks.lab.probes import GroupSample
-from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.lab.report import prompt_markdown, report_markdown
 from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, sampled_signal, weighed
 from grpo_tasks.processes.child import LOG
 from grpo_tasks.rollout.parts import PARTS, sample_in_parts
@@ -58,7 +67,21 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
     used = sample_in_parts(spec, work.directory, config.lab, half_width, least=LEAST_PROMPTS, key=work.key)
     findings = run_lab(config, rows, _groups(pl.read_parquet(work.directory / SAMPLES)), log=log)
     remove(work.directory / PARTS)
-    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used)
+    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, _first_prompt(config, rows))
+
+
+def _first_prompt(config: RunConfig, rows: Sequence[PromptRow]) -> str:
+    """A prompt as the model reads it, and what else its chat template can do; nothing where tools or environments write in it."""
+    if config.interaction.active:
+        return ""
+    from grpo_tasks.data.chat_tokens import load_counter
+
+    tokenizer, given = load_counter(config.model, chats=False).tokenizer, config.rollout.chat_template_kwargs
+    variables = [f"`{name}: {json.dumps(given[name]) if name in given else 'not set'}`" for name in template_variables(tokenizer)]
+    add_tokens(tokenizer, added_tokens(config.model))
+    set_template_defaults(tokenizer, given)
+    text = completion_text(tokenizer, prompt_ids(tokenizer, rows[0].messages), special=True)
+    return prompt_markdown(text, variables)
 
 
 def _groups(samples: pl.DataFrame) -> list[GroupSample]:
@@ -102,10 +125,10 @@ def _played(config: RunConfig, rows: Sequence[PromptRow], log: Path) -> list[Lab
     )
 
 
-def _reported(work: Work, findings: LabFindings, began: float, used: PromptsUsed | None = None) -> LabReport:
+def _reported(work: Work, findings: LabFindings, began: float, used: PromptsUsed | None = None, prompt: str = "") -> LabReport:
     """Write tables and report; raises LabError if a check failed."""
     findings.probes.write_parquet(work.directory / "probes.parquet")
-    markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out, used)
+    markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out, used) + prompt
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")
     work.artifact("reward-lab", markdown)
     report = LabReport(

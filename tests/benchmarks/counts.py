@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Qwen2Config
+from transformers import PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig
 
 from grpo_tasks.grpo.learner import make_optimizer
 from grpo_tasks.planning.live_memory import LiveMemory
@@ -30,7 +30,7 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from tests.benchmarks.count_decode import decode_counts
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import HYBRIDS, PERIOD, SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(".bench/counts.json")
@@ -86,8 +86,10 @@ class PassRow:
     """Attention calls of the forward pass by the kernel asked for."""
 
 
-def architecture(layers: int, shape: str = "qwen2.5-1.5b") -> Qwen2Config:
+def architecture(layers: int, shape: str = "qwen2.5-1.5b") -> PreTrainedConfig:
     """The shape with that many layers."""
+    if shape in HYBRIDS:
+        return Qwen3_5TextConfig(**HYBRIDS[shape] | {"num_hidden_layers": layers})
     widths = SHAPES[shape] | {"num_hidden_layers": layers}
     return Qwen2Config(**widths, num_key_value_heads=2, vocab_size=VOCABULARY, tie_word_embeddings=True)
 
@@ -99,7 +101,7 @@ def count(layers: int, groups: Groups = EVEN, *, shape: str = "qwen2.5-1.5b", ra
 
 
 def plan_of(
-    architecture: Qwen2Config, *, resources: ResourcesConfig | None = None, entropy_coef: float = 0.0, **model: Any
+    architecture: PreTrainedConfig, *, resources: ResourcesConfig | None = None, entropy_coef: float = 0.0, **model: Any
 ) -> StagePlan:
     """The plan of a stage with 16 completions of 1,024 tokens to each prompt of 512, and an adapter of rank 32, bfloat16."""
     config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": 32, "lora_alpha": 64}} | model)
@@ -119,7 +121,10 @@ def plan_errors(plan: StagePlan, sizes: Sequence[tuple[int, int]] = SIZES) -> li
 
 
 def pass_rows() -> Iterator[PassRow]:
-    """Passes of two and of four layers, scaled up: the difference is two layers."""
+    """Passes of a few layers and of twice as many, scaled up."""
+    for shape in ("qwen3.5-0.8b", "qwen3.5-2b"):
+        # With what torch alone keeps and calls: the kernels of flash-linear-attention do not run on the meta device.
+        yield pass_row(shape, 16, 8, "256", Groups.equal(2, PROMPT, 8, 256))
     for shape, rank, size in product(SHAPES, RANKS, GROUP_SIZES):
         mixed = Groups([PROMPT, 301], [[64 + 960 * index // (size - 1) for index in range(size)]] * 2)
         even = {str(length): Groups.equal(2, PROMPT, size, length) for length in LENGTHS}
@@ -129,12 +134,13 @@ def pass_rows() -> Iterator[PassRow]:
 
 def pass_row(shape: str, rank: int, size: int, completions: str, groups: Groups) -> PassRow:
     """One row."""
-    layers = SHAPES[shape]["num_hidden_layers"]
-    two, four = (count(number, groups, shape=shape, rank=rank) for number in (2, 4))
-    less, more = (count(number, groups, shape=shape, rank=rank, gradient_checkpointing=True) for number in (2, 4))
+    layers = (HYBRIDS | SHAPES)[shape]["num_hidden_layers"]
+    few = PERIOD if shape in HYBRIDS else 2
+    two, four = (count(number, groups, shape=shape, rank=rank) for number in (few, 2 * few))
+    less, more = (count(number, groups, shape=shape, rank=rank, gradient_checkpointing=True) for number in (few, 2 * few))
 
     def scaled(of_two: int, of_four: int) -> float:
-        return of_two + (of_four - of_two) / 2 * (layers - 2)
+        return of_two + (of_four - of_two) / few * (layers - few)
 
     own = groups.tokens - sum(groups.prompts)
     return PassRow(
@@ -142,7 +148,7 @@ def pass_row(shape: str, rank: int, size: int, completions: str, groups: Groups)
         saved_mib=scaled(two.saved, four.saved) / groups.tokens / MIB,
         checkpointed_mib=scaled(less.saved, more.saved) / groups.tokens / MIB,
         checkpointed_peak_mib=scaled(less.peak, more.peak) / groups.tokens / MIB,
-        kernels=LAYERS * (four.kernels - two.kernels) / 2,
+        kernels=LAYERS * (four.kernels - two.kernels) / few,
         padding_share=two.tokens / groups.tokens,
         # What is not an own token of a completion is a prompt, once or again.
         prompt_share=(two.tokens - own) / sum(groups.prompts),

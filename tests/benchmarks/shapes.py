@@ -29,7 +29,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "linear_num_value_heads": 32,
     },
 }  # fmt: skip
-"""Text towers: three layers of Gated DeltaNet to one of attention."""
+"""Text towers of multimodal checkpoints."""
+PERIOD = 4
+"""Of their layers: three of Gated DeltaNet, one of attention."""
 
 
 @contextmanager

@@ -510,6 +510,13 @@ def test_a_pretrained_model_gets_the_training_of_the_preset_for_own_tables(here,
     assert load_config("sums.yaml").stages[0].per_device_train_batch_size == 16
 
 
+def test_a_model_that_can_think_is_told_not_to(here, words):
+    template = words / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}")
+    init("sums.jsonl", "--yes", "--model", words)
+    assert load_config("sums.yaml").rollout.chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_a_model_that_is_not_here_is_counted_with_the_embedded_one(here):
     write_long_rows(here / "long.jsonl", working=0)
     output = " ".join(init("long.jsonl", "--yes", "--model", QWEN).split())

@@ -30,7 +30,7 @@ from schemas.results.model import ModelRef
 from tests.attention.reference_kernel import masked_way
 from tests.benchmarks import counts
 from tests.benchmarks.count_decode import GPU
-from tests.benchmarks.shapes import HYBRIDS, SHAPES
+from tests.benchmarks.shapes import HYBRIDS, PERIOD, SHAPES
 from tests.benchmarks.tapes import Tapes
 from tests.zoo import build as zoo
 
@@ -162,6 +162,12 @@ def assert_foretells_passes(plan, sizes=counts.SIZES):
 def test_the_plan_foretells_passes_of_every_size(checkpointing):
     architecture = counts.architecture(2, "qwen2.5-0.5b")
     assert_foretells_passes(counts.plan_of(architecture, gradient_checkpointing=checkpointing), ((1, 3), (1, 18), (4, 14)))
+
+
+@pytest.mark.long
+def test_the_plan_foretells_passes_of_a_hybrid():
+    plan = counts.plan_of(counts.architecture(PERIOD, "qwen3.5-0.8b"), gradient_checkpointing=True)
+    assert_foretells_passes(plan, ((1, 3), (2, 16)))
 
 
 @pytest.mark.parametrize("model", [{}, pytest.param({"lora": None}, marks=pytest.mark.slow)], ids=["adapter", "all weights"])
