@@ -104,7 +104,9 @@ def _names(source: DataSource) -> list[str]:
 
 
 def _of_folder(folder: Path, source: DataSource) -> list[str]:
-    seen = list(islice(folder.rglob("*"), MAX_SEEN + 1))
+    # Not rglob: /proc refuses to list some of its folders with errors that it does not expect.
+    walked = (Path(place, name) for place, folders, files in os.walk(folder) for name in [*folders, *files])
+    seen = list(islice(walked, MAX_SEEN + 1))
     if len(seen) > MAX_SEEN:
         what = f"the folder holds more than {MAX_SEEN:,} files and folders"
         raise DataError(what, place=source.path, fix="name a folder of data files, or a pattern such as data/*.parquet")
