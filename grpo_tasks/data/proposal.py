@@ -385,9 +385,7 @@ completion:
     elif proposal.has_truth:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
     reader, training = proposal.reader, proposal.reader.training
-    off = (
-        "  chat_template_kwargs: {enable_thinking: false}    # true: it thinks first, in tokens of the completion\n"
-    )
+    off = "  chat_template_kwargs: {enable_thinking: false}    # true: it thinks first, in tokens of the completion\n"
     thinking = off if "enable_thinking" in template_variables(reader.counter.tokenizer) else ""
     counted = f"\n  # {_comment(reader.note)}" if reader.note else ""
     # The embedded model was made for float32: another precision would show other results than the pages.
