@@ -510,7 +510,7 @@ def test_a_pretrained_model_gets_the_training_of_the_preset_for_own_tables(here,
     assert load_config("sums.yaml").stages[0].per_device_train_batch_size == 16
 
 
-def test_a_model_that_can_think_is_told_not_to(here, words):
+def test_thinking_is_off_for_a_model_that_can_think(here, words):
     template = words / "chat_template.jinja"
     template.write_text(template.read_text() + "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}")
     init("sums.jsonl", "--yes", "--model", words)
