@@ -104,12 +104,17 @@ def _names(source: DataSource) -> list[str]:
 
 
 def _of_folder(folder: Path, source: DataSource) -> list[str]:
-    # Not rglob: /proc refuses to list some of its folders with errors that it does not expect.
-    walked = (Path(place, name) for place, folders, files in os.walk(folder) for name in [*folders, *files])
-    seen = list(islice(walked, MAX_SEEN + 1))
+    unlisted = list[OSError]()
+    walk = os.walk(folder, onerror=unlisted.append)
+    seen = list(islice((Path(place, name) for place, folders, files in walk for name in [*folders, *files]), MAX_SEEN + 1))
     if len(seen) > MAX_SEEN:
         what = f"the folder holds more than {MAX_SEEN:,} files and folders"
         raise DataError(what, place=source.path, fix="name a folder of data files, or a pattern such as data/*.parquet")
+    broken = next((error for error in unlisted if not isinstance(error, PermissionError)), None)
+    if broken is not None:
+        # Its rows would be missing without a word.
+        fix = "check the disk, or name the files with a pattern such as data/*.parquet"
+        raise DataError(f"a folder cannot be listed: {broken.strerror}", place=str(broken.filename), fix=fix) from broken
     below = [path.relative_to(folder) for path in sorted(seen)]
     found = [path for path in below if format_of(path) and not _hidden(path) and path.name not in _DESCRIPTIONS]
     if source.format != "auto":

@@ -9,14 +9,8 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.content.tokenizer import (
-    add_tokens,
-    added_tokens,
-    completion_text,
-    prompt_ids,
-    set_template_defaults,
-    template_variables,
-)
+from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.content.tokenizer import rendered_all, set_template_defaults, template_variables
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.statistics import wilson_interval
 from grpo_tasks.kit.files import remove
@@ -30,7 +24,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
-from schemas.prompts import PromptRow
+from schemas.prompts import PLAIN, PromptRow
 from schemas.results.data import DataReport, LabCheck, LabReport, PromptsUsed
 from schemas.results.evaluation import CONFIDENCE
 from schemas.results.model import ModelRef
@@ -71,17 +65,20 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
 
 
 def _first_prompt(config: RunConfig, rows: Sequence[PromptRow]) -> str:
-    """A prompt as the model reads it, and what else its chat template can do; nothing where tools or environments write in it."""
+    """A chat as the model reads it, and the settings of its template; nothing where tools or environments write in the prompt."""
     if config.interaction.active:
         return ""
     from grpo_tasks.data.chat_tokens import load_counter
 
-    tokenizer, given = load_counter(config.model, chats=False).tokenizer, config.rollout.chat_template_kwargs
+    messages, given = rows[0].messages, config.rollout.chat_template_kwargs
+    if messages[0]["role"] == PLAIN:
+        return ""
+    tokenizer = load_counter(config.model).tokenizer
     variables = [f"`{name}: {json.dumps(given[name]) if name in given else 'not set'}`" for name in template_variables(tokenizer)]
-    add_tokens(tokenizer, added_tokens(config.model))
     set_template_defaults(tokenizer, given)
-    text = completion_text(tokenizer, prompt_ids(tokenizer, rows[0].messages), special=True)
-    return prompt_markdown(text, variables)
+    with limited_templates(config.model.path):
+        [text] = rendered_all(tokenizer, [messages], opened=True)
+    return prompt_markdown(str(text), variables)
 
 
 def _groups(samples: pl.DataFrame) -> list[GroupSample]:

@@ -1,5 +1,6 @@
 """A source of several files, packed files and saved data sets read as single files do, and their contents are the key."""
 
+import errno
 import gzip
 import json
 import os
@@ -273,6 +274,21 @@ def test_a_source_without_usable_files_is_refused_before_any_step(here, write, m
     with pytest.raises(ConfigError, match=message) as caught:
         check_inputs(write_config(write(here)))
     assert caught.value.place == "data.train.0.path"
+
+
+def test_a_folder_that_the_disk_does_not_list_is_an_error(here, monkeypatch):
+    write_parts(here, ["parts/a/one.parquet", "parts/b/two.parquet"])
+    listed = os.scandir
+
+    def broken(path):
+        if Path(path).name == "b":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", broken)
+    with pytest.raises(DataError, match="a folder cannot be listed: Input/output error") as caught:
+        shards_of(DataSource(path="parts"))
+    assert caught.value.place.endswith("parts/b")
 
 
 def test_a_folder_with_too_many_files_is_not_walked_to_its_end(here, monkeypatch):
