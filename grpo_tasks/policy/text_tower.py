@@ -13,6 +13,7 @@ was published, in which only the weights of the text model are others.
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_tasks.content.model_files import file_of
+from schemas.errors import Notice
 from schemas.paths import resolve
 from schemas.results.model import MergedDtype
 
@@ -100,12 +102,14 @@ def renamed_key(name: str, start: str | None) -> str:
 def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) -> None:
     """Make a merged text model in `merged` the checkpoint at `path` again: its class, and all other weights byte for byte.
 
-    Where the files of the checkpoint do not have the names of the merged weights, `merged` stays a text model.
+    Where its files do not have the names of the merged weights (Llama 4), `merged` stays a text model, with a notice.
     """
     if published_start(path, revision) is None:
         return
     given, ours = _files(path, revision), _files(str(merged), None)
     if not ours.keys() <= given.keys():
+        said = f"the merged model is the text model alone: its weights have other names than the files of {path}"
+        warnings.warn(f"{said}. fix: to serve images too, serve the base with the adapter", Notice, stacklevel=2)
         return
     parts = sorted(set(ours.values())) + sorted({file for name, file in given.items() if name not in ours and name != HEAD})
     listed, total = dict[str, str](), 0

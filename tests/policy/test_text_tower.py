@@ -15,7 +15,7 @@ from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, load_
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.policy.text_tower import published_start
 from schemas.config.model import ModelConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, Notice
 from schemas.results.model import MergeSpec, ModelRef
 from tests.zoo.build import TOKENIZER, config
 from tests.zoo.kinds import EOS, PAD, ZOO
@@ -139,3 +139,14 @@ def test_a_merged_model_is_the_published_class_and_all_else_stays(checkpoint, tm
             found = opened.get_tensor(name)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found.view(torch.int16), before[name].view(torch.int16)), name
+
+
+@pytest.mark.slow
+def test_a_merge_that_leaves_the_vision_tower_out_says_so(tmp_path, tokenizer):
+    # The names of Llama 4's files are neither those of its text model nor those that transformers saves it with.
+    policy, settings = trained(published("llama4", tmp_path / "base"))
+    save_trained(policy, tokenizer, tmp_path / "adapter")
+    ref = ModelRef(path=settings.path, adapter=tmp_path / "adapter")
+    with pytest.warns(Notice, match="the merged model is the text model alone"):
+        merge(MergeSpec(model=settings, ref=ref, prompts=CHATS, max_new_tokens=8), tmp_path, device=CPU)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["Llama4ForCausalLM"]
