@@ -325,7 +325,11 @@ def load_trained(model: CausalLM, directory: Path) -> None:
         present = model.state_dict()
     missing = sorted(present.keys() - saved.keys())
     if missing:
-        raise ModelError(f"{len(missing)} weights are missing: {', '.join(missing[:3])}", place=str(directory))
+        raise ModelError(
+            f"{len(missing)} weights are missing: {', '.join(missing[:3])}",
+            place=str(directory),
+            fix="remove the folder of the stage to train it again",
+        )
     for name, tensor in present.items():
         tensor.copy_(shard_like(saved[name], tensor))
 

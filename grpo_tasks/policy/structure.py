@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_tasks.policy.adapter_targets import add_adapter, uncovered
+from grpo_tasks.policy.text_tower import published_start
 from grpo_tasks.processes.child import RESULT, SPEC, run_child
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
@@ -43,6 +44,8 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        # Loading builds a multimodal class as well, without its weights.
+        published_start(path, revision)
     except MemoryError:
         raise ModelError(
             f"the model that config.json describes takes more than {MEMORY_BYTES / 2**30:g} GiB without its weights",

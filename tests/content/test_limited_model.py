@@ -24,6 +24,8 @@ from schemas.results.model import ModelRef, StructureSpec
 from tests.grpo.conftest import stages
 from tests.rollout.tool_model import TOOLS, write_model
 from tests.supervised.conftest import sums
+from tests.zoo import build as zoo
+from tests.zoo.kinds import ZOO
 
 __all__ = ["stages", "sums"]
 
@@ -170,6 +172,22 @@ def test_a_config_of_endless_layers_is_refused_by_time_and_by_memory(folder, mon
     with pytest.raises(ModelError, match="did not end within 3 s"):
         preflight.check_structure(config, hub=False)
     StructureSpec(path=str(folder), revision="main", lora=config.model.lora, longest=10).save(tmp_path / "spec.json")
+    code = "import sys; from pathlib import Path; from grpo_tasks.policy import structure; structure.MEMORY_BYTES = 2**25; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "structure.main(Path(sys.argv[1]))", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert "takes more than 0.03125 GiB without its weights" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.ci
+def test_a_vision_tower_of_endless_layers_is_refused_too(tmp_path):
+    config = zoo.config(*ZOO["qwen3_5"])
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    # Loading takes the text tower out of it, and looks at the whole class before.
+    config.vision_config.depth = 10**7
+    config.save_pretrained(tmp_path)
+    StructureSpec(path=str(tmp_path), revision=None, lora=None, longest=10).save(tmp_path / "spec.json")
     code = "import sys; from pathlib import Path; from grpo_tasks.policy import structure; structure.MEMORY_BYTES = 2**25; "
     done = subprocess.run(
         [sys.executable, "-c", code + "structure.main(Path(sys.argv[1]))", tmp_path], capture_output=True, text=True, check=False
