@@ -144,6 +144,7 @@ RENAMES_ELSEWHERE = {
     "grpo_tasks/cluster/parcel.py": "two stages on a node may receive one file at once",
     "grpo_tasks/content/modules.py": "a folder is named by its content, and the first of two writers keeps it",
     "grpo_tasks/content/weights_server.py": "arrives in many requests",
+    "grpo_tasks/policy/text_tower.py": "files of a merge get the names of shards, in a folder that is not sealed yet",
     "grpo_tasks/running/step.py": "damaged work is set aside",
     "grpo_tasks/tracking/database.py": "synced to the disk while the old file keeps a second name",
     "grpo_tasks/tracking/models.py": "an interrupted download keeps its complete files",

@@ -56,7 +56,8 @@ _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "glm": {
         "tool_calls": {
             "open_pattern": r"<tool_call>\s*+(?P<name>[^\s<]{1,200}+)?",
-            "close_pattern": r"</tool_call>|(?<=</arg_value>)\s*+\Z",
+            # Both begin alike, which the search for them needs to be fast. An argument may end with the call.
+            "close_pattern": r"</(?:tool_call>|arg_value>\s*+\Z)",
             "content": "xml-inline",
             "content_args": {
                 "tag_pattern": r"<arg_key>(?P<key>[^<]{1,200}+)</arg_key>\s*+<arg_value>(?P<value>.*?)(?:</arg_value>|\Z)",
