@@ -46,15 +46,17 @@ def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         # Loading builds a multimodal class as well, without its weights.
         published_start(path, revision)
-    except MemoryError:
-        raise ModelError(
-            f"the model that config.json describes takes more than {MEMORY_BYTES / 2**30:g} GiB without its weights",
-            place=f"model.path: {path}",
-            fix="name another model, or correct its config.json",
-        ) from None
-    except Exception:  # some classes compute with values of their weights while they are built
+        return model
+    except Exception as error:
+        # The message is written below, when the layers that filled the memory are gone. Python and C++ say it each in its way.
+        full = isinstance(error, MemoryError) or any(text in str(error) for text in ("bad_alloc", "can't allocate memory"))
+    if not full:  # some classes compute with values of their weights while they are built
         return None
-    return model
+    raise ModelError(
+        f"the model that config.json describes takes more than {MEMORY_BYTES / 2**30:g} GiB without its weights",
+        place=f"model.path: {path}",
+        fix="name another model, or correct its config.json",
+    )
 
 
 def check_positions(model: PreTrainedModel, longest: int) -> str:
