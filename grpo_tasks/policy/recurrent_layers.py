@@ -130,16 +130,21 @@ class Contexts(PackedAttention):
 def encode_contexts(model: CausalLM, batch: TokenBatch) -> Contexts:
     """Keys, values and states of each prompt without its last token, computed as one row."""
     share_prompts(model)
-    mask = batch.context_mask
-    lengths = [length - 1 for length in batch.packed.stem_lengths]
+    ids, mask, lengths = batch.context_ids, batch.context_mask, [length - 1 for length in batch.packed.stem_lengths]
+    nothing = not any(lengths)
+    if nothing:
+        # No model takes a row without tokens, so that of each prompt stands in for its context. Its keys lie behind the length 0.
+        ids, mask, lengths = batch.prompt_ids, batch.prompt_mask, batch.packed.stem_lengths
     contexts = Contexts(PackedRow(lengths, [], [], mask.device))
     decoder_of(model)(
-        input_ids=batch.context_ids[mask][None],
+        input_ids=ids[mask][None],
         position_ids=position_ids(mask)[mask][None],
         attention_mask=no_mask(mask.device),
         use_cache=False,
         shared_prompt=contexts,
     )
+    if nothing:
+        contexts.states = {layer: states.begin(torch.zeros_like) for layer, states in contexts.states.items()}
     return contexts
 
 

@@ -35,15 +35,16 @@ def sampling(temperature=1.0, length=10):
     return Sampling.of(RolloutConfig(max_completion_length=length), temperature=temperature)
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, [[5], [40]]], ids=["prompts", "single tokens"])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_greedy_completions_equal_those_of_generate(name, tokenizer):
+def test_greedy_completions_equal_those_of_generate(name, prompts, tokenizer):
     model = hybrid(name)
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    wanted = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
     engine = engine_of(name, tokenizer, Buckets(1, 0, 0, 16), frozenset())
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)  # of a slow way
-        found = engine.generate([Request(prompt, seed) for prompt in PROMPTS for seed in (0, 1)], sampling(0.0))
+        found = engine.generate([Request(prompt, seed) for prompt in prompts for seed in (0, 1)], sampling(0.0))
     assert [list(one.token_ids) for one in found] == [tokens for tokens in wanted for _ in (0, 1)]
 
 
