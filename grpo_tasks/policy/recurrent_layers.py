@@ -134,7 +134,7 @@ def encode_contexts(model: CausalLM, batch: TokenBatch) -> Contexts:
     nothing = not any(lengths)
     if nothing:
         # No model takes a row without tokens, so that of each prompt stands in for its context. Its keys lie behind the length 0.
-        ids, mask, lengths = batch.prompt_ids, batch.prompt_mask, batch.packed.stem_lengths
+        ids, mask, lengths = batch.prompt_ids, batch.prompt_mask, list(batch.packed.stem_lengths)
     contexts = Contexts(PackedRow(lengths, [], [], mask.device))
     decoder_of(model)(
         input_ids=ids[mask][None],

@@ -35,6 +35,8 @@ transformers, in text models. The last one is the beginning of the first, so it 
 TEXT = "model."
 PUBLISHED = "_published_start"
 """Where a loaded text model keeps `published_start` of its checkpoint."""
+LANGUAGE = "language_model"
+"""Part of the names of all weights of the text tower, but for `HEAD`."""
 HEAD = "lm_head.weight"
 """Some files have it although it is tied: the embeddings of the base."""
 INDEX = "model.safetensors.index.json"
@@ -99,45 +101,59 @@ def renamed_key(name: str, start: str | None) -> str:
     return name if start is None or found is None else head + start + rest.removeprefix(found)
 
 
-def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) -> None:
-    """Make a merged text model in `merged` the checkpoint at `path` again: its class, and all other weights byte for byte.
+def of_text(name: str) -> bool:
+    """True for a weight of the text tower, by its name in a multimodal class."""
+    return LANGUAGE in name or name == HEAD
 
-    Where its files do not have the names of the merged weights (Llama 4), `merged` stays a text model, with a notice.
+
+def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) -> None:
+    """Make a merged model in `merged` the multimodal checkpoint at `path` again: its class, and all other weights byte for byte.
+
+    Nothing is to do for a text model. Where the files of `path` have other names than the merged
+    weights (Llama 4), `merged` stays a text model, with a notice.
     """
-    if published_start(path, revision) is None:
+    config = AutoConfig.from_pretrained(resolve(path), revision=revision)
+    if config.get_text_config() is config:
         return
     given, ours = _files(path, revision), _files(str(merged), None)
-    if not ours.keys() <= given.keys():
+    if published_start(path, revision) is None:
+        # The class that was trained is the published one (Gemma 3 and 4).
+        untrained = {name for name in given if name in ours and not of_text(name)}
+    elif ours.keys() <= given.keys():
+        untrained = given.keys() - ours.keys() - {HEAD}
+        _publish_config(merged, path, revision, dtype)
+    else:
         said = f"the merged model is the text model alone: its weights have other names than the files of {path}"
         warnings.warn(f"{said}. fix: to serve images too, serve the base with the adapter", Notice, stacklevel=2)
         return
-    parts = sorted(set(ours.values())) + sorted({file for name, file in given.items() if name not in ours and name != HEAD})
-    listed, total = dict[str, str](), 0
+    sources = {name: file for name, file in ours.items() if name not in untrained} | {name: given[name] for name in untrained}
+    parts, listed, total = sorted(set(sources.values())), dict[str, str](), 0
     for number, part in enumerate(parts, start=1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        if part in ours.values():
-            part.rename(merged / f"{name}.new")
-        else:
-            with safe_open(part, "pt") as opened:
-                rest = {key: opened.get_tensor(key) for key in opened.keys() if key not in ours and key != HEAD}  # noqa: SIM118 - not a mapping
-            save_file(rest, merged / f"{name}.new", metadata={"format": "pt"})
-        with safe_open(merged / f"{name}.new", "pt") as opened:
-            listed |= dict.fromkeys(opened.keys(), name)
-        total += (merged / f"{name}.new").stat().st_size
-    for file in merged.glob("*.new"):
-        file.rename(file.with_suffix(""))
+        with safe_open(part, "pt") as opened:
+            chosen = {key: opened.get_tensor(key) for key, source in sources.items() if source == part}
+        save_file(chosen, merged / f"{name}.new", metadata={"format": "pt"})
+        listed |= dict.fromkeys(chosen, name)
+        total += sum(tensor.nbytes for tensor in chosen.values())
+    for file in set(ours.values()):
+        file.unlink()
+    for new in merged.glob("*.new"):
+        new.rename(new.with_suffix(""))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}
     (merged / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for name in _PROCESSOR:
+        found = file_of(resolve(path), name, revision)
+        if found is not None:
+            shutil.copy(found, merged / name)
+
+
+def _publish_config(merged: Path, path: str, revision: str | None, dtype: MergedDtype) -> None:
     text = json.loads((merged / "config.json").read_text(encoding="utf-8"))
     config = json.loads(_file(path, "config.json", revision).read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     changed = {"dtype": dtype, "vocab_size": text["vocab_size"]}
     config |= {"dtype": dtype, "text_config": config["text_config"] | changed}
     (merged / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for name in _PROCESSOR:
-        found = file_of(resolve(path), name, revision)
-        if found is not None:
-            shutil.copy(found, merged / name)
 
 
 def _files(path: str, revision: str | None) -> dict[str, Path]:

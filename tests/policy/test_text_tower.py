@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, load_trained, save_trained, trainable_policy
-from grpo_tasks.policy.merge import merge
+from grpo_tasks.policy.merge import MEAN_TOLERANCE, merge
 from grpo_tasks.policy.text_tower import published_start
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, Notice
@@ -23,6 +23,8 @@ from tests.zoo.kinds import EOS, PAD, ZOO
 CPU = torch.device("cpu")
 IDS = torch.arange(30, 50)[None]
 MODELS = ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_moe", "qwen4_exp"))]
+# Where transformers trains the published class itself.
+WHOLE = ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)]
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60)]
 WAYS = pytest.mark.parametrize("settings", [{}, {"lora": None}, {"added_tokens": ["<ask>"]}], ids=["adapter", "full", "tokens"])
 
@@ -139,6 +141,40 @@ def test_a_merged_model_is_the_published_class_and_all_else_stays(checkpoint, tm
             found = opened.get_tensor(name)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found.view(torch.int16), before[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_vision_tower_that_was_loaded_keeps_its_precision(name, tmp_path, tokenizer):
+    policy, settings = trained(published(name, tmp_path / "base"))
+    save_trained(policy, tokenizer, tmp_path / "adapter")
+    ref, merged = ModelRef(path=settings.path, adapter=tmp_path / "adapter"), tmp_path / "model"
+    merge(MergeSpec(model=settings, ref=ref, prompts=CHATS, max_new_tokens=8), tmp_path, device=CPU)
+    before, after = load_file(tmp_path / "base" / "model.safetensors"), {}
+    for file in merged.glob("*.safetensors"):
+        after |= load_file(file)
+    vision = {key for key in before if "vision" in key}
+    assert vision
+    assert after.keys() == before.keys() - {"mtp.fc.weight"}
+    assert {key for key in after if after[key].dtype == torch.float32} == {key for key in after if "language_model" in key}
+    assert all(torch.equal(after[key].view(torch.int16), before[key].view(torch.int16)) for key in vision)
+    assert (merged / "preprocessor_config.json").read_bytes() == (tmp_path / "base" / "preprocessor_config.json").read_bytes()
+    whole, notes = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32, output_loading_info=True)
+    assert not notes["missing_keys"]
+    torch.testing.assert_close(logits(whole), logits(policy), rtol=0, atol=1e-4)
+
+
+def test_a_vision_tower_in_the_bases_precision_is_no_damage_to_the_files(tmp_path, tokenizer, monkeypatch):
+    # A precision that differs too much is not taken. Before that, each weight is compared with its file.
+    monkeypatch.setitem(MEAN_TOLERANCE, "bfloat16", 0.0)
+    policy, settings = trained(published("gemma3", tmp_path / "base", torch.float32))
+    save_trained(policy, tokenizer, tmp_path / "adapter")
+    ref, settings = (
+        ModelRef(path=settings.path, adapter=tmp_path / "adapter"),
+        settings.model_copy(update={"merged_dtype": "auto"}),
+    )
+    figures = merge(MergeSpec(model=settings, ref=ref, prompts=CHATS, max_new_tokens=8), tmp_path, device=CPU)
+    assert figures.dtype == "float16"
+    assert [(one.dtype, "nats per token" in one.reason) for one in figures.refused] == [("bfloat16", True)]
 
 
 @pytest.mark.slow
