@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from rich.table import Table
 from schemas.paths import resolve
 from tests.benchmarks.noisy import GOAL, MOST_COMPLETIONS
 from tests.benchmarks.sides import Work
+from tests.zoo import build as zoo
 
 OUT = Path(".bench")
 PARTS = {"results": "--cpu", "results-noisy": "--noisy"}
@@ -89,6 +91,20 @@ def shortcut_lines(work: Work) -> list[Line]:
     ]
 
 
+def hybrid_lines() -> list[Line]:
+    """A tiny Qwen3.5 of random weights, three of whose four layers have a state of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        zoo.save("qwen3_5_text", Path(folder))
+        work = Work(folder, prompt_tokens=96, completion_tokens=32, prompts=8, group=8, updates=3)
+        sides = [("ours", work), ("ours", replace(work, resources={"share_prompts": False})), ("theirs", work)]
+        ours, plain, theirs = best(sides)
+    what = "update, hybrid (8 x 8 completions of 32 tokens, prompts of 96)"
+    return [
+        Line("step_hybrid", what, "s", ours["step_s"], theirs["step_s"], promised=2.0),
+        Line("hybrid_plain", f"{what}: packed, against the plain layout", "s", ours["step_s"], plain["step_s"]),
+    ]
+
+
 def cpu_lines() -> list[Line]:
     """The comparisons of `make bench`."""
     base = str(resolve("embedded:base"))
@@ -119,7 +135,7 @@ def cpu_lines() -> list[Line]:
             promised=4.0,
         )
     )
-    lines += shortcut_lines(long)
+    lines += shortcut_lines(long) + hybrid_lines()
     half = replace(demo, tied=0.5)
     skipped, kept = best([("ours", half), ("ours", replace(half, stage={"skip_dead_groups": False}))])
     lines.append(

@@ -1,5 +1,7 @@
 """Two processes that hold half of the weights each, compared with one process that holds all of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,12 +13,13 @@ from grpo_tasks.policy.sharded import every_process, gather_shards, sampling_cop
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
 from tests.forked import in_processes
+from tests.zoo import build as zoo
 
 CPU = torch.device("cpu")
 
 
-def policy_of(lora):
-    policy = trainable_policy(ModelRef(path="embedded:base"), ModelConfig(lora=lora), device=CPU, seed=3)
+def policy_of(lora, path="embedded:base"):
+    policy = trainable_policy(ModelRef(path=path), ModelConfig(path=path, lora=lora), device=CPU, seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -25,12 +28,12 @@ def policy_of(lora):
     return policy
 
 
-def compare():
+def compare(path, layout):
     """What each of the two does."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     for lora in ({}, None):
-        alone, half = policy_of(lora), policy_of(lora)
+        alone, half = policy_of(lora, path), policy_of(lora, path)
         shard(half, every_process(CPU))
         held = sum(parameter.to_local().numel() for parameter in half.parameters())
         assert held <= 0.51 * sum(parameter.numel() for parameter in alone.parameters()), held
@@ -39,7 +42,7 @@ def compare():
         batches = [token_batch([[5, 6, 7]], [[8 + index, 9, 10]], [0], device=CPU) for index in range(2)]
         for batch in batches:
             completion_logprobs(alone, batch, temperature=1.0).logps.sum().backward()
-        completion_logprobs(half, batches[rank], temperature=1.0, layout="plain").logps.sum().backward()
+        completion_logprobs(half, batches[rank], temperature=1.0, layout=layout).logps.sum().backward()
         for one, other in zip(alone.parameters(), half.parameters(), strict=True):
             if one.requires_grad:
                 torch.testing.assert_close(gather_shards(other.grad), one.grad, rtol=1e-3, atol=1e-4)
@@ -82,5 +85,8 @@ def test_the_copy_to_sample_from_is_made_without_drawing_weights():
 
 
 @pytest.mark.long
-def test_halves_together_are_the_whole():
-    in_processes(compare, 2)
+@pytest.mark.parametrize(("name", "layout"), [(None, "plain"), ("qwen3_5_text", "packed"), ("bamba", "packed")])
+def test_halves_together_are_the_whole(name, layout, tmp_path):
+    if name is not None:
+        zoo.save(name, tmp_path)
+    in_processes(partial(compare, str(tmp_path) if name else "embedded:base", layout), 2)
