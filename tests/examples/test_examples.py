@@ -178,7 +178,7 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, tmp_pat
     shutil.copytree(EXAMPLES / name, tmp_path / "mine")
     place = Place(tmp_path / "mine", prefect_api)
     settings = WHOLE | (WON if name == "game" else {})
-    require_version(place, name, place.grpo("run", "config.yaml", *overrides(settings)))
+    require_version(place, name, place.grpo("run", "config.yaml", *overrides(settings), timeout=1700))
     found = {}
     for path in (place.root / "runs" / name / "evaluate_model").glob("*/result.json"):
         found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]["value"]
@@ -192,7 +192,7 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, tmp_pat
 def test_without_its_tool_the_calculator_cannot_do_it(tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / "calculator", tmp_path / "mine")
     place = Place(tmp_path / "mine", prefect_api)
-    place.grpo("run", "without_tool.yaml", *overrides(SHORT))
+    place.grpo("run", "without_tool.yaml", *overrides(SHORT), timeout=1700)
     [result] = (place.root / "runs" / "calculator-without-tool" / "evaluate_model").glob("merged-*/result.json")
     figures = json.loads(result.read_text())["metrics"]
     assert figures["accuracy"]["value"] < 0.1

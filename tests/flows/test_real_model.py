@@ -1,14 +1,15 @@
-"""A real pretrained model of 30 layers and 49,152 tokens: two updates of each stage, killed and resumed; and what it answers."""
+"""A pretrained model of 30 layers and 49,152 tokens: two updates of each stage, killed and resumed; what users do with it."""
 
 import signal
 import time
 from types import SimpleNamespace
 
+import mlflow
 import psutil
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.content.tokenizer import prompt_ids
@@ -51,11 +52,30 @@ def config_of(model):
     }
 
 
-def test_a_real_model_goes_through_the_chain_and_survives_a_kill(real_model, tmp_path_factory, prefect_api):
-    whole, killed = (Place(tmp_path_factory.mktemp(name), prefect_api) for name in ("whole", "killed"))
-    for place in (whole, killed):
+@pytest.fixture(scope="module")
+def make_place(real_model, tmp_path_factory, prefect_api):
+    """A new folder with the config of a short run."""
+
+    def make(**changes):
+        place = Place(tmp_path_factory.mktemp("real"), prefect_api)
         place.write("rewards.py", REWARD)
-        place.write("small.yaml", yaml.safe_dump(config_of(real_model)))
+        config = config_of(real_model)
+        place.write("small.yaml", yaml.safe_dump(config | {"model": config["model"] | changes}))
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(make_place):
+    """A folder with a run that was not disturbed."""
+    place = make_place()
+    place.grpo("run", "small.yaml", timeout=3600)
+    return place
+
+
+def test_a_real_model_goes_through_the_chain_and_survives_a_kill(make_place, whole):
+    killed = make_place()
     process = killed.start("run", "small.yaml")
     stage_dir = wait_for_step("runs/small/train_stage/correctness-*/metrics.jsonl", killed.root, 1, process, limit_s=3600)
     while not list(stage_dir.glob("checkpoints/step-*")):
@@ -67,8 +87,7 @@ def test_a_real_model_goes_through_the_chain_and_survives_a_kill(real_model, tmp
     process.wait()
     _, alive = psutil.wait_procs([child for child in family if "grpo_tasks" in " ".join(child.cmdline())], timeout=60)
     assert not alive
-    for place in (killed, whole):
-        place.grpo("run", "small.yaml", timeout=3600)
+    killed.grpo("run", "small.yaml", timeout=3600)
     assert StageResult.load(stage_dir / "result.json").resumed == 1
     found, wanted = ({name: contents(place)[name] for name in SAME} for place in (killed, whole))
     assert not differences(found, wanted, "killed and resumed")
@@ -79,6 +98,43 @@ def test_a_real_model_goes_through_the_chain_and_survives_a_kill(real_model, tmp
     assert {one.stage for one in LabReport.load(lab).forecasts} == {"format", "correctness"}
     reports = [EvalReport.load(path) for path in whole.root.glob("runs/small/evaluate_model/*/result.json")]
     assert {report.label: report.prompts for report in reports} == {"base": 2, "correctness": 2, "merged": 2}
+
+
+def test_commands_peft_and_mlflow_give_the_answer_of_the_merged_model(whole, real_model):
+    user = [{"role": "user", "content": "Write two sentences about the sea."}]
+    asked = ["--greedy", "--max-new-tokens", 24, user[0]["content"]]
+    said = whole.grpo("chat", "small/1", *asked)
+    for command, folder in ("download", "merged"), ("export", "adapter"):
+        whole.grpo(command, "small/1", folder)
+
+    tokenizer = AutoTokenizer.from_pretrained(whole.root / "merged")
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    merged = AutoModelForCausalLM.from_pretrained(whole.root / "merged", dtype=torch.float32)
+    tokens = merged.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert answer.split() == said.split()[-len(answer.split()) :]
+    base = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32)
+    logits = [
+        base(**prompt).logits,
+        PeftModel.from_pretrained(base, whole.root / "adapter")(**prompt).logits,
+        merged(**prompt).logits,
+    ]
+    assert (logits[0] - logits[2]).abs().max() > 4 * (logits[1] - logits[2]).abs().max()
+    mlflow.set_tracking_uri(f"sqlite:///{whole.root / 'mlflow.db'}")
+    reply = mlflow.pyfunc.load_model("models:/small/1").predict({"messages": user, "max_tokens": 24, "temperature": 0.0})
+    assert reply["choices"][0]["message"]["content"] == answer
+
+
+def test_added_tokens_go_through_the_chain(make_place):
+    place = make_place(added_tokens=["<ask>", {"token": "<search>", "special": True}])
+    place.grpo("run", "small.yaml", "--set", "stages.0.max_steps=1", "--set", "stages.1.max_steps=1", timeout=3600)
+    place.grpo("download", "small/1", "merged")
+    tokenizer = AutoTokenizer.from_pretrained(place.root / "merged")
+    ids = tokenizer("<ask>x<search>", add_special_tokens=False)["input_ids"]
+    weights = AutoModelForCausalLM.from_pretrained(place.root / "merged").get_input_embeddings().weight
+    assert len(ids) == 3
+    assert len(weights) > max(ids) >= 49_152
+    assert place.grpo("chat", "small/1", "--greedy", "--max-new-tokens", 4, "Say <ask>yes").strip()
 
 
 @pytest.mark.parametrize("system", ["Reply with <reasoning>...</reasoning><answer>...</answer>.", None])
