@@ -17,7 +17,6 @@ import mlflow.artifacts
 import mlflow.pyfunc
 
 from grpo_tasks.kit.progress import Count, Progress, report
-from grpo_tasks.policy.load import pick_device
 from grpo_tasks.processes.child import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
 from grpo_tasks.tracking.store import Store, open_store
@@ -107,6 +106,9 @@ def _without_our_packages() -> Iterator[None]:
 
 def main(directory: Path) -> None:
     """Prove the logged model that the folder's spec names."""
+    # `grpo validate` imports this file by way of the step, and needs no torch.
+    from grpo_tasks.policy.load import pick_device
+
     spec = ServedSpec.load(directory / SPEC)
     pick_device(ResourcesConfig(device="cpu", num_threads=spec.num_threads))
     prove_served(spec)
