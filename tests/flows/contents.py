@@ -51,8 +51,8 @@ def _artifacts(place: Place, run_id: str, folder: str | None = None) -> list[str
     found = []
     for entry in place.client.list_artifacts(run_id, folder):
         found += _artifacts(place, run_id, entry.path) if entry.is_dir else [entry.path]
-    # What a step whose process was killed has left is kept, and is no part of the result; an event says that a stage went on; a slow
-    # step logs how far it has come.
+    # What a step whose process was killed has left is kept, and is no part of the result.
+    # An event says that a stage went on; a slow step logs how far it has come.
     return [path for path in found if not path.startswith(("failed/", "logs/")) and path != "events.jsonl"]
 
 
