@@ -138,7 +138,8 @@ def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) 
     for file in set(ours.values()):
         file.unlink()
     for new in merged.glob("*.new"):
-        new.rename(new.with_suffix(""))
+        shard = new.with_suffix("")
+        new.rename(shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}
     (merged / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for name in _PROCESSOR:

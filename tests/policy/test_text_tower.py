@@ -163,7 +163,7 @@ def test_a_vision_tower_that_was_loaded_keeps_its_precision(name, tmp_path, toke
     torch.testing.assert_close(logits(whole), logits(policy), rtol=0, atol=1e-4)
 
 
-def test_a_vision_tower_in_the_bases_precision_is_no_damage_to_the_files(tmp_path, tokenizer, monkeypatch):
+def test_a_vision_tower_in_another_precision_is_no_damage(tmp_path, tokenizer, monkeypatch):
     # A precision that differs too much is not taken. Before that, each weight is compared with its file.
     monkeypatch.setitem(MEAN_TOLERANCE, "bfloat16", 0.0)
     policy, settings = trained(published("gemma3", tmp_path / "base", torch.float32))
