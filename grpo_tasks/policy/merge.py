@@ -23,9 +23,9 @@ from grpo_tasks.content.tokenizer import completion_text, prompt_ids, set_system
 from grpo_tasks.kit.progress import Progress, report
 from grpo_tasks.policy import change
 from grpo_tasks.policy.change import KEPT, Distance, PolicyRecord, Shares, distance
-from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
-from grpo_tasks.policy.text_tower import complete, of_text
+from grpo_tasks.policy.text_tower import complete, outside_text_tower
 from schemas.errors import MergeError
 from schemas.results.model import (
     GreedyAnswer,
@@ -302,8 +302,8 @@ def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, 
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
     # Returns each weight as it must be in the files; those of a vision tower stay in the precision of the base.
     weights = _weights(model, getattr(torch, dtype))
-    if causal_model(model).config.get_text_config() is not causal_model(model).config:
-        weights = {name: weight for name, weight in weights.items() if of_text(name)}
+    for name in outside_text_tower(weights):
+        del weights[name]
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     return weights

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,9 +102,11 @@ def renamed_key(name: str, start: str | None) -> str:
     return name if start is None or found is None else head + start + rest.removeprefix(found)
 
 
-def of_text(name: str) -> bool:
-    """True for a weight of the text tower, by its name in a multimodal class."""
-    return LANGUAGE in name or name == HEAD
+def outside_text_tower(names: Collection[str]) -> set[str]:
+    """Which weights of a multimodal class are not in its text tower; none of a text model, whose names have no `LANGUAGE`."""
+    if not any(LANGUAGE in name for name in names):
+        return set()
+    return {name for name in names if LANGUAGE not in name and name != HEAD}
 
 
 def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) -> None:
@@ -117,8 +120,10 @@ def complete(merged: Path, path: str, revision: str | None, dtype: MergedDtype) 
         return
     given, ours = _files(path, revision), _files(str(merged), None)
     if published_start(path, revision) is None:
-        # The class that was trained is the published one (Gemma 3 and 4).
-        untrained = {name for name in given if name in ours and not of_text(name)}
+        # The class that was trained is the published one: that of Gemma 3 and 4, or a text model with a multimodal config.
+        untrained = outside_text_tower(ours) & given.keys()
+        if not untrained:
+            return
     elif ours.keys() <= given.keys():
         untrained = given.keys() - ours.keys() - {HEAD}
         _publish_config(merged, path, revision, dtype)

@@ -17,6 +17,7 @@ from grpo_tasks.policy.text_tower import published_start
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, Notice
 from schemas.results.model import MergeSpec, ModelRef
+from tests.zoo import build as zoo
 from tests.zoo.build import TOKENIZER, config
 from tests.zoo.kinds import EOS, PAD, ZOO
 
@@ -168,13 +169,19 @@ def test_a_vision_tower_in_another_precision_is_no_damage(tmp_path, tokenizer, m
     monkeypatch.setitem(MEAN_TOLERANCE, "bfloat16", 0.0)
     policy, settings = trained(published("gemma3", tmp_path / "base", torch.float32))
     save_trained(policy, tokenizer, tmp_path / "adapter")
-    ref, settings = (
-        ModelRef(path=settings.path, adapter=tmp_path / "adapter"),
-        settings.model_copy(update={"merged_dtype": "auto"}),
-    )
+    ref = ModelRef(path=settings.path, adapter=tmp_path / "adapter")
+    settings = settings.model_copy(update={"merged_dtype": "auto"})
     figures = merge(MergeSpec(model=settings, ref=ref, prompts=CHATS, max_new_tokens=8), tmp_path, device=CPU)
     assert figures.dtype == "float16"
     assert [(one.dtype, "nats per token" in one.reason) for one in figures.refused] == [("bfloat16", True)]
+
+
+def test_a_text_model_with_a_multimodal_config_is_merged_whole(tmp_path, tokenizer):
+    zoo.save("qwen3_5", tmp_path / "base")
+    policy, settings = trained(tmp_path / "base")
+    save_trained(policy, tokenizer, tmp_path / "adapter")
+    ref = ModelRef(path=settings.path, adapter=tmp_path / "adapter")
+    assert merge(MergeSpec(model=settings, ref=ref, prompts=CHATS, max_new_tokens=8), tmp_path, device=CPU).kept > 0.95
 
 
 @pytest.mark.slow
