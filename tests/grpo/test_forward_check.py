@@ -23,9 +23,9 @@ from transformers import (
 from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy import folded_adapter, recurrent_layers, sharded
+from grpo_tasks.policy import folded_adapter, forward_check, recurrent_layers, sharded
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.forward_check import SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import GROWING, SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.policy.logprobs import OwnHead
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -138,6 +138,27 @@ def test_a_16_bit_adapter_check_sees_a_flat_policy():
     assert fault_of(shift, "bfloat16") is None
     assert fault_of(shift, "bfloat16", shift) is not None
     assert true_scores(policy, rows).difference(base) == 0.0
+
+
+def test_the_adapter_of_the_check_grows_past_a_size_without_effect(monkeypatch):
+    """SmolLM2 in bfloat16 was sampled from in the slow way: its adapter had stopped growing, and rounding passed for a fault."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(
+        Qwen2Config(**SMALL | {"num_hidden_layers": 8, "vocab_size": 2000}), dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        base.get_output_embeddings().weight.mul_(4.0)
+    policy = new_policy(base.requires_grad_(False), ModelConfig(dtype="bfloat16")).eval()
+    rows = CheckRows.of(policy)
+
+    def moved(sizes):
+        monkeypatch.setattr(forward_check, "_GROWTH", sizes)
+        with shaken_adapter(policy, rows, "bfloat16") as shift:
+            return shift
+
+    once, twice, fourfold = moved((1,)), moved((2,)), moved((4,))
+    assert twice < GROWING * once < fourfold
+    assert moved((1, 2, 4)) == fourfold
 
 
 @pytest.mark.slow

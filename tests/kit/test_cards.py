@@ -172,8 +172,11 @@ def test_cards_multiply_in_bfloat16_since_capability_8(machine, monkeypatch, tmp
     assert fastest_dtype("auto") == "float32"
 
 
-@pytest.mark.parametrize(("flags", "wanted"), [("avx512_bf16 amx_bf16 amx_tile", "bfloat16"), ("avx2 avx512_bf16", "float32")])
-def test_cpus_multiply_in_bfloat16_with_amx(machine, monkeypatch, tmp_path, flags, wanted):
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [("avx512_bf16 amx_bf16 amx_tile", "bfloat16"), ("avx512f avx512_bf16", "bfloat16"), ("avx2 avx512f", "float32")],
+)
+def test_cpus_multiply_in_bfloat16_with_instructions_for_it(machine, monkeypatch, tmp_path, flags, wanted):
     monkeypatch.setattr(cards, "PROCESSORS", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {flags} rdpid\n")
     machine()
