@@ -21,7 +21,7 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.kit.memory_errors import is_out_of_memory
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, Leeway, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base, trainable_policy
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import every_process, shard
@@ -144,16 +144,17 @@ class Policies:
 
     def _fault(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
         """None if the layout agrees with the model's own forward pass, with and without adapter."""
-        with self.ranks.accelerator.autocast(), shaken_adapter(self.model, rows, self.spec.model.dtype) as shift:
-            for without in (False, True) if shift else (False,):
+        shaken = shaken_adapter(self.model, rows, self.spec.model.dtype, temperature=self.temperature)
+        with self.ranks.accelerator.autocast(), shaken as leeway:
+            for without in (False, True) if leeway.shift else (False,):
                 with self.model.disable_adapter() if without else nullcontext():
-                    found = self._differs_from_truth(rows, tokens, layout, shift)
+                    found = self._differs_from_truth(rows, tokens, layout, leeway)
                 if found is not None:
                     return found
         return None
 
     @torch.no_grad()
-    def _differs_from_truth(self, rows: CheckRows, tokens: TokenBatch, layout: Layout, shift: float) -> str | None:
+    def _differs_from_truth(self, rows: CheckRows, tokens: TokenBatch, layout: Layout, leeway: Leeway) -> str | None:
         truth = true_scores(self.model, rows, temperature=self.temperature)
         # As it trains, without the one noise that is wanted: whatever else makes a pass of training another function shows.
         self.model.train()
@@ -174,7 +175,7 @@ class Policies:
             [row[:length] for row, length in zip(each, lengths, strict=True)] for each in (scores.logps, scores.entropies)
         )
         found = ForwardScores(logps, entropies)
-        return fault_of(found.difference(truth), self.spec.model.dtype, shift)
+        return leeway.fault(found.difference(truth))
 
     def _switch_adapters(self, *, to_reference: bool) -> None:
         assert isinstance(self.model, PeftModel)

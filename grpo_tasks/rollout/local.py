@@ -24,7 +24,7 @@ from grpo_tasks.kit.pinned import moved
 from grpo_tasks.kit.progress import Count
 from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, Leeway, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.recurrent_layers import encode_contexts, find_mixers, recurrent_layers, share_prompts
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
@@ -78,7 +78,7 @@ class LocalEngine(RolloutEngine):
         self._policy, self._fuse = policy, share_prompts and fuse_kernels and frozen
         self._make_state: MakeState | None = None
         self._fused: FusedDecoder | None = None
-        self._shift = 0.0  # how far the adapter of the check moves the policy; see `shaken_adapter`
+        self._leeway = Leeway.of(self._dtype, shift=0.0, rounding=0.0)
         if is_sharded(policy):
             # Its forward pass wants all processes, and one of them may have no requests.
             self._make_state = self._fitting_state()
@@ -140,12 +140,12 @@ class LocalEngine(RolloutEngine):
     def _fitting_state(self) -> MakeState:
         """The fastest way of decoding that says what the policy's own forward pass says; ModelError where none does."""
         rows, name = CheckRows.of(self._policy), type(causal_model(self._model)).__name__
-        with shaken_adapter(self._policy, rows, self._dtype) as self._shift:
-            if self._shift:
+        with shaken_adapter(self._policy, rows, self._dtype) as self._leeway:
+            if self._leeway.shift:
                 self.sync()
             truth = true_scores(self._policy, rows)
             found = self._agreeing_state(rows, truth)
-        if self._shift:
+        if self._leeway.shift:
             self.sync()
         if not isinstance(found, str):
             return found
@@ -200,7 +200,7 @@ class LocalEngine(RolloutEngine):
             found = ForwardScores(
                 [each for part in parts for each in part.logps], [each for part in parts for each in part.entropies]
             )
-            return fault_of(found.difference(truth), self._dtype, self._shift)
+            return self._leeway.fault(found.difference(truth))
         except Exception as error:  # whatever a strange layer raises in a way that it was not written for
             if is_out_of_memory(error):
                 raise

@@ -23,9 +23,9 @@ from transformers import (
 from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy import folded_adapter, forward_check, recurrent_layers, sharded
+from grpo_tasks.policy import folded_adapter, recurrent_layers, sharded
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.forward_check import GROWING, SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, Leeway, shaken_adapter, true_scores
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.policy.logprobs import OwnHead
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -131,52 +131,46 @@ def test_a_16_bit_adapter_check_sees_a_flat_policy():
     policy.to(torch.bfloat16)
     rows = CheckRows.of(policy.get_base_model())
     base = true_scores(policy, rows)
-    with shaken_adapter(policy, rows, "bfloat16") as shift:
+    with shaken_adapter(policy, rows, "bfloat16") as leeway:
         moved = true_scores(policy, rows)
     # A copy without the adapter is as far off as the adapter moves the policy: less than what rounding may do elsewhere.
-    assert moved.difference(base) == shift < 0.05
-    assert fault_of(shift, "bfloat16") is None
-    assert fault_of(shift, "bfloat16", shift) is not None
+    assert moved.difference(base) == leeway.shift < 0.05
+    assert Leeway.of("bfloat16", shift=0.0, rounding=0.0).fault(leeway.shift) is None
+    assert leeway.fault(leeway.shift) is not None
     assert true_scores(policy, rows).difference(base) == 0.0
 
 
-def test_the_adapter_of_the_check_grows_past_a_size_without_effect(monkeypatch):
-    """SmolLM2 in bfloat16 was sampled from in the slow way: its adapter had stopped growing, and rounding passed for a fault."""
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(
-        Qwen2Config(**SMALL | {"num_hidden_layers": 8, "vocab_size": 2000}), dtype=torch.bfloat16
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("sharpness", [1.0, 40.0])
+@pytest.mark.parametrize("layers", [2, pytest.param(28, marks=pytest.mark.slow)])
+def test_rounding_is_no_fault_and_a_missing_adapter_is_one(layers, sharpness, temperature):
+    """A deep policy with random weights was refused on an H100, and SmolLM2 in bfloat16 by chance on a CPU."""
+    config = Qwen2Config(
+        **SMALL | {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 4000}
     )
-    with torch.no_grad():
-        base.get_output_embeddings().weight.mul_(4.0)
-    policy = new_policy(base.requires_grad_(False), ModelConfig(dtype="bfloat16")).eval()
-    rows = CheckRows.of(policy)
-
-    def moved(sizes):
-        monkeypatch.setattr(forward_check, "_GROWTH", sizes)
-        with shaken_adapter(policy, rows, "bfloat16") as shift:
-            return shift
-
-    once, twice, fourfold = moved((1,)), moved((2,)), moved((4,))
-    assert twice < GROWING * once < fourfold
-    assert moved((1, 2, 4)) == fourfold
-
-
-@pytest.mark.slow
-def test_the_adapter_of_the_check_does_not_turn_rounding_into_noise():
-    """A deep policy with random weights: on an H100 every way of scoring one was refused."""
-    config = Qwen2Config(**SMALL | {"num_hidden_layers": 28, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 4000})
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.no_grad():
+        base.get_output_embeddings().weight.mul_(sharpness)
     policy = new_policy(base.requires_grad_(False), ModelConfig(dtype="bfloat16")).eval()
     rows = CheckRows.of(policy)
-    with shaken_adapter(policy, rows, "bfloat16") as shift, torch.no_grad():
-        truth = true_scores(policy, rows)
+
+    def in_another_order():
+        # sdpa instead of eager attention.
         logits = [
             policy(input_ids=torch.tensor([rows.prompts[prompt] + completion])).logits[0, -len(completion) - 1 : -1]
             for prompt, completion in zip(rows.prompt_of, rows.completions, strict=True)
         ]
-    # The same sums in another order: sdpa instead of eager attention.
-    assert 0.0 < ForwardScores.of_logits(logits, rows.completions).difference(truth) < shift / (4 * SEEN)
+        return ForwardScores.of_logits([each / temperature for each in logits], rows.completions)
+
+    with shaken_adapter(policy, rows, "bfloat16", temperature=temperature) as leeway, torch.no_grad():
+        truth = true_scores(policy, rows, temperature=temperature)
+        with policy.disable_adapter():
+            missing, without = in_another_order(), true_scores(policy, rows, temperature=temperature)
+        rounding = in_another_order().difference(truth)
+    assert leeway.fault(rounding) is None
+    assert leeway.fault(missing.difference(without)) is None
+    assert leeway.fault(missing.difference(truth)) is not None
 
 
 CPU = torch.device("cpu")
