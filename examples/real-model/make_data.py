@@ -1,49 +1,56 @@
-"""Writes train.jsonl and test.jsonl from SVAMP, and from MultiArith where it is given.
+"""Writes train.jsonl and test.jsonl: messages of customers to a shop, with what a reply has to name.
 
-    python make_data.py SVAMP.json [multiarith.jsonl]
-
-SVAMP (https://github.com/arkilpatel/SVAMP, MIT) is a JSON list of problems with Body, Question, Equation and Answer. The last 200
-are held out. The first 100 keep their equation, as a demonstration; of all others only the answer is used. MultiArith (a line for
-each problem, with `input` and `target`) adds further problems with answers alone.
+Names, items, faults and phrases are put together by chance. The held-out messages have customers and items of their own.
 """
 
 import json
-import re
-import sys
+import random
 from pathlib import Path
 
-HELD_OUT, DEMONSTRATIONS = 200, 100
+NAMES = [
+    "Alma", "Anton", "Bella", "Bram", "Carla", "Cyrus", "Dario", "Dora", "Edith", "Emil", "Felix", "Flora", "Gideon",
+    "Greta", "Helga", "Hugo", "Irma", "Ivan", "Jonas", "Judith", "Karin", "Klaus", "Lena", "Lydia", "Marek", "Milo",
+    "Nadia", "Nora", "Oskar", "Otto", "Paula", "Petra", "Quinn", "Rosa", "Rufus", "Silas", "Sonja", "Tilda", "Tomas",
+    "Ugo", "Ursula", "Vera", "Viktor", "Wanda", "Wilma", "Xenia", "Yara", "Yusuf", "Zeno", "Zora",
+]  # fmt: skip
+ITEMS = [
+    "alarm clock", "baking tray", "beach towel", "bike helmet", "board game", "bread knife", "camping tent",
+    "coffee grinder", "desk fan", "desk lamp", "door mat", "fishing rod", "garden hose", "hair dryer", "kitchen scale",
+    "laptop stand", "leather belt", "mirror cabinet", "music box", "night light", "office chair", "paper lantern",
+    "phone case", "picture frame", "rain jacket", "salad bowl", "sewing kit", "shower curtain", "snow shovel",
+    "soup bowl", "spice rack", "tea kettle", "tool bag", "travel mug", "wall clock", "water bottle", "winter scarf",
+    "wool blanket", "yoga mat",
+]  # fmt: skip
+FAULTS = [
+    "arrived broken", "arrived twice", "came without a manual", "does not look like the picture", "has not arrived",
+    "has the wrong color", "is missing a part", "is scratched", "is too small", "smells strange",
+    "stopped working after two days", "was left at the wrong door",
+]  # fmt: skip
+MESSAGES = (
+    "Hello, this is {name}. The {item} from my order {order} {fault}. What can I do?",
+    "My {item} {fault}. Order {order}. Please help me. {name}",
+    "Hi! I ordered the {item} last week (number {order}), but it {fault}. Regards, {name}",
+    "I am not happy: order {order}, the {item}, {fault}. My name is {name}.",
+    "Good morning, {name} here. It is about order number {order}. The {item} {fault}, and I need it soon.",
+    "{name} writes: the {item} {fault}! The order was {order}.",
+)
+HELD_OUT_NAMES, HELD_OUT_ITEMS = 10, 8
 
 
-def main(svamp: str, *multiarith: str) -> None:
-    """Write both files into the folder where this is called."""
+def messages(count: int, names: list[str], items: list[str], chance: random.Random) -> list[dict[str, str]]:
+    """`count` rows."""
     rows = []
-    for number, problem in enumerate(json.loads(Path(svamp).read_text(encoding="utf-8"))):
-        body = problem["Body"].strip()
-        rows.append(
-            {
-                # Many bodies have no full stop.
-                "question": f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {problem['Question'].strip()}",
-                "answer": f"{problem['Answer']}".removesuffix(".0"),
-                "solution": f"<answer>{calculation(problem['Equation'])}</answer>" if number < DEMONSTRATIONS else None,
-            }
-        )
-    train, test = rows[:-HELD_OUT], rows[-HELD_OUT:]
-    for file in multiarith:
-        problems = map(json.loads, Path(file).read_text(encoding="utf-8").splitlines())
-        train += [{"question": one["input"], "answer": str(one["target"]), "solution": None} for one in problems]
-    for name, chosen in (("train.jsonl", train), ("test.jsonl", test)):
-        Path(name).write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
-        print(f"{name}: {len(chosen):,} rows")
-
-
-def calculation(equation: str) -> str:
-    """An equation such as ( 76.0 - 25.0 ) without what a person would not write: 76 - 25."""
-    short = re.sub(r"\b(\d+)\.0\b", r"\1", equation).strip()
-    if short.startswith("(") and short.endswith(")"):
-        short = short[1:-1].strip()
-    return short.replace("( ", "(").replace(" )", ")")
+    for _ in range(count):
+        facts = {"name": chance.choice(names), "item": chance.choice(items), "order": str(chance.randint(10_000, 99_999))}
+        rows.append({"message": chance.choice(MESSAGES).format(**facts, fault=chance.choice(FAULTS)), **facts})
+    return rows
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    chance = random.Random(0)
+    names, items = chance.sample(NAMES, len(NAMES)), chance.sample(ITEMS, len(ITEMS))
+    train = messages(600, names[HELD_OUT_NAMES:], items[HELD_OUT_ITEMS:], chance)
+    test = messages(200, names[:HELD_OUT_NAMES], items[:HELD_OUT_ITEMS], chance)
+    for name, rows in (("train.jsonl", train), ("test.jsonl", test)):
+        lines = [json.dumps(row) for row in rows]
+        Path(__file__).with_name(name).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,21 +1,21 @@
 """What a real language model learns in examples/real-model, and what the obvious ways learn from the same start in the same time.
 
-    base --stage demonstrations--> start --stage correctness, GRPO----------------------> held-out accuracy
-                                     |-----rejection sampling, as many seconds----------> held-out accuracy
-                                     |-----its own right completions, as many seconds---> held-out accuracy
-                                     `-----TRL, as many updates-------------------------> held-out accuracy
+    base --GRPO, stage format--> --GRPO, stage correctness--> share of held-out replies that keep all rules
+      |----rejection sampling, update by update: the best completion of each group----> share
+      |----its own best completions, drawn once, by cross entropy---------------------> share
+      `----TRL, as many updates-------------------------------------------------------> share
 
-    python -m tests.benchmarks.real_learning MODEL SVAMP [MULTIARITH] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4]
+    python -m tests.benchmarks.real_learning MODEL [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
 
-prints a line for each training as it ends, and writes all of them to .bench/real-learning.jsonl. Started again, it goes on.
+prints a line for each training as it ends, and appends it to .bench/real-learning.jsonl. Each way takes the rewards of the
+example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would teach nothing. Started
+again, it goes on.
 """
 
 import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.benchmarks.__main__ import OUT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real-model"
 FOLDER = OUT / "real-learning"
+SHOWN = ("rewards/complete/mean", "reward")
 EPOCHS = 3
 TRIED = 10
 """Updates that show how long one takes."""
@@ -40,81 +41,84 @@ def main() -> None:
     """Train and evaluate in every way that was asked for."""
     asked = argparse.ArgumentParser()
     asked.add_argument("model")
-    asked.add_argument("data", nargs="+")
     asked.add_argument("--seeds", default="1,2,3")
     asked.add_argument("--ways", default="grpo,rejection,own,trl")
     asked.add_argument("--rates", default="")
     asked.add_argument("--set", action="append", default=[])
     given = asked.parse_args()
-    data_files, model = [str(Path(file).resolve()) for file in given.data], str(Path(given.model).resolve())
+    model = str(Path(given.model).resolve())
     FOLDER.mkdir(parents=True, exist_ok=True)
+    for file in EXAMPLE.iterdir():
+        shutil.copy(file, FOLDER)
     os.chdir(FOLDER)
-    subprocess.run([sys.executable, EXAMPLE / "make_data.py", *data_files], check=True)
-    shutil.copy(EXAMPLE / "config.yaml", "config.yaml")
     for seed in map(int, given.seeds.split(",")):
         config = load_config("config.yaml", [f"model.path={model}", f"seed={seed}", *given.set])
-        data = load_data(config, "data")
+        data = load_data(config, f"{seed}-data")
         measure(config, data, f"{seed}-base", base_model(config))
-        start = train_stage(config, "demonstrations", data, f"{seed}-start").model
-        measure(config, data, f"{seed}-start", start)
         for rate in [float(one) for one in given.rates.split(",") if one] or [config.stages[-1].learning_rate]:
-            stage = config.stages[-1].model_copy(update={"learning_rate": rate})
+            stages = [stage.model_copy(update={"learning_rate": rate}) for stage in config.stages]
             for way in given.ways.split(","):
-                name = f"{seed}-{way}-{rate:g}"
-                chosen = WAYS[way](config, stage, data, start, seed)
-                trained = train_stage(config, chosen, data, name, start=start)
-                measure(config, data, name, trained.model, seconds=seconds_of(name), updates=trained.steps)
+                name, trained = f"{seed}-{way}-{rate:g}", base_model(config)
+                for number, stage in enumerate(WAYS[way](config, stages, data, seed)):
+                    trained = train_stage(config, stage, data, f"{name}-{number}", start=trained).model
+                updates = sum(len(lines(folder)) for folder in Path().glob(f"{name}-[0-9]"))
+                measure(config, data, name, trained, seconds=seconds_of(name), updates=updates)
 
 
 def measure(config: RunConfig, data: DataReport, name: str, model: ModelRef, **facts: Any) -> None:
     """Evaluate a model, print its figures and append them to the file."""
+    done = Path(f"{name}-evaluation").exists()
     metrics = evaluate(config, model, data, f"{name}-evaluation").metrics
-    shown = {key: [metrics[key].value, metrics[key].low, metrics[key].high] for key in ("accuracy", "format_rate")}
+    shown = {key: [metrics[key].value, metrics[key].low, metrics[key].high] for key in SHOWN}
     line = json.dumps({"name": name, **facts, **shown, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"})
     print(line, flush=True)
-    with Path("../real-learning.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    if not done:
+        with Path("../real-learning.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
-def seconds_of(folder: str, metric: str = "step_time") -> float:
-    """What all updates of a stage took, by its journal."""
-    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return sum(json.loads(line)["metrics"][metric] for line in lines)
+def lines(folder: str | Path) -> list[dict[str, float]]:
+    """The metrics of each update of a stage."""
+    return [json.loads(line)["metrics"] for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def grpo(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, seed: int) -> StageConfig:
-    """The stage as it is."""
-    return stage
+def seconds_of(name: str, metric: str = "step_time") -> float:
+    """What all updates of a training took, by the journals of its stages."""
+    return sum(update[metric] for folder in Path().glob(f"{name}-[0-9]") for update in lines(folder))
 
 
-def trl(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, seed: int) -> StageConfig:
+def grpo(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
+    """The stages as they are."""
+    return stages
+
+
+def trl(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
     """The same settings for TRL's trainer."""
-    return changed(stage, engine="trl")
+    return [changed(stage, engine="trl") for stage in stages]
 
 
-def rejection(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, seed: int) -> StageConfig:
-    """Rejection sampling update by update: the right completions of each group, for as long as GRPO took."""
-    kind = changed(stage, kind="rejection", keep_completions=None, keep_reward=1.0)
-    tried = train_stage(config, changed(kind, max_steps=TRIED), data, f"{seed}-rejection-tried", start=start)
-    each = seconds_of(f"{seed}-rejection-tried") / tried.steps
-    return changed(kind, max_steps=round(grpo_seconds(seed) / each))
+def rejection(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
+    """Rejection sampling update by update: the best completion of each group, for as long as GRPO took."""
+    kind = changed(stages[-1], kind="rejection", keep_completions=1)
+    train_stage(config, changed(kind, max_steps=TRIED), data, f"{seed}-tried-0", start=base_model(config))
+    each = seconds_of(f"{seed}-tried") / TRIED
+    return [changed(kind, max_steps=round(grpo_seconds(seed) / each))]
 
 
-def own(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, seed: int) -> StageConfig:
-    """Completions drawn once by the start, then cross entropy on the right ones, several times, for as long as GRPO took."""
-    rejection(config, stage, data, start, seed)  # its trial has the figures
-    sampling = seconds_of(f"{seed}-rejection-tried", "rollout_time") / TRIED
-    training = seconds_of(f"{seed}-rejection-tried") / TRIED - sampling
+def own(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
+    """Completions drawn once by the base, then cross entropy on the best ones, several times, for as long as GRPO took."""
+    rejection(config, stages, data, seed)  # its trial has the figures
+    sampling = seconds_of(f"{seed}-tried", "rollout_time") / TRIED
+    training = seconds_of(f"{seed}-tried") / TRIED - sampling
     updates = max(1, round(grpo_seconds(seed) / (sampling + EPOCHS * training)))
-    return changed(
-        stage, kind="rejection", keep_completions=None, keep_reward=1.0,
-        steps_per_generation=updates, num_iterations=EPOCHS, max_steps=EPOCHS * updates,
-    )  # fmt: skip
+    once = {"steps_per_generation": updates, "num_iterations": EPOCHS, "max_steps": EPOCHS * updates}
+    return [changed(stages[-1], kind="rejection", keep_completions=1, **once)]
 
 
 def grpo_seconds(seed: int) -> float:
     """Of the slowest GRPO of this seed."""
-    return max(seconds_of(str(folder)) for folder in Path().glob(f"{seed}-grpo-*") if (folder / "metrics.jsonl").is_file())
+    names = {folder.name.rpartition("-")[0] for folder in Path().glob(f"{seed}-grpo-*-[0-9]")}
+    return max(seconds_of(name) for name in names)
 
 
 def changed(stage: StageConfig, **settings: Any) -> StageConfig:
@@ -122,7 +126,7 @@ def changed(stage: StageConfig, **settings: Any) -> StageConfig:
     return StageConfig.model_validate(stage.model_dump(exclude_unset=True) | settings)
 
 
-WAYS: dict[str, Callable[[RunConfig, StageConfig, DataReport, ModelRef, int], StageConfig]] = {
+WAYS: dict[str, Callable[[RunConfig, list[StageConfig], DataReport, int], list[StageConfig]]] = {
     "grpo": grpo, "trl": trl, "rejection": rejection, "own": own,
 }  # fmt: skip
 

@@ -11,16 +11,14 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import extract
 from grpo_tasks.environments.pool import EnvironmentPool
 from schemas.config.load import load_config
 from tests.flows.place import Place
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OTHERS_DATA = "real-model"
-"""This example is for data of other people, which are not part of the repository."""
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml") if path.parent.name != OTHERS_DATA)
+REAL_MODEL = "real-model"
+"""This example is for a model of other people, which is not part of the repository."""
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml") if path.parent.name != REAL_MODEL)
 QUICK = {
     "stages.0.max_steps": 2,
     "stages.1.max_steps": 2,
@@ -74,22 +72,47 @@ def test_the_other_runs_of_an_example_are_valid_configs(name, file, named, tmp_p
     assert named in outcome.output
 
 
-def test_calculations_of_real_problems_give_their_answers(real_data, tmp_path, monkeypatch):
-    shutil.copytree(EXAMPLES / OTHERS_DATA, tmp_path / "mine")
+def test_held_out_customers_and_items_are_in_no_training_message(tmp_path, monkeypatch):
+    shutil.copytree(EXAMPLES / REAL_MODEL, tmp_path / "mine")
     monkeypatch.chdir(tmp_path / "mine")
-    module_of(OTHERS_DATA, "make_data").main(real_data / "svamp" / "svamp_700.json", real_data / "mawps" / "multiarith.jsonl")
     train, test = ([json.loads(line) for line in Path(name).read_text().splitlines()] for name in ("train.jsonl", "test.jsonl"))
-    assert (len(train), len(test)) == (1100, 200)
-    shown = [row for row in train if row["solution"]]
-    assert shown[0]["solution"] == "<answer>76 - 25</answer>"
-    assert not {row["question"] for row in train} & {row["question"] for row in test}
-    completion = load_config("config.yaml").completion
-    read = [extract(row["solution"], completion) for row in shown]
-    assert all(
-        one.strict_format and answers_equal(one.answer, row["answer"], "math") for one, row in zip(read, shown, strict=True)
-    )
+    runpy.run_path("make_data.py", run_name="__main__")
+    for name in ("train.jsonl", "test.jsonl"):
+        assert Path(name).read_bytes() == (EXAMPLES / REAL_MODEL / name).read_bytes()
+    for column in ("name", "item"):
+        assert not {row[column] for row in train} & {row[column] for row in test}
+    assert all(row[column] in row["message"] for row in train + test for column in ("name", "item", "order"))
     outcome = CliRunner().invoke(app, ["run", "config.yaml", "--dry-run", "--set", "model.path=embedded:base"])
     assert outcome.exit_code == 0, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("reply", "broken"),
+    [
+        ("Hello Nora, I am sorry about the desk lamp of order 48213. Shall we send another one?", []),
+        ("Hello Nora, I am sorry about the desk lamp of order 48213.", ["asks"]),
+        (
+            "Hello Otto, we apologize for the tea kettle of order 48214. Shall we help?",
+            ["names_customer", "names_item", "names_order"],
+        ),
+        ("Nora, the Desk Lamp from my order 48213 arrived broken. Why?", ["apologizes", "own_words"]),
+        ("Sorry, Nora! The desk lamp, 48213: " + "we will send another one, " * 8 + "yes?", ["short"]),
+        ("", ["short", "asks", "apologizes", "own_words", "names_customer", "names_item", "names_order"]),
+    ],
+)
+def test_each_rule_of_the_shop_sees_its_own_fault(reply, broken):
+    rewards = module_of(REAL_MODEL, "rewards")
+    functions = load_config(EXAMPLES / REAL_MODEL / "config.yaml").rewards.functions
+    message = "Hello, this is Nora. The desk lamp from my order 48213 arrived broken. What can I do?"
+    given = {
+        "prompts": [[{"role": "system", "content": "Reply."}, {"role": "user", "content": message}]],
+        "completions": [[{"role": "assistant", "content": reply}]],
+        "name": ["Nora"],
+        "item": ["desk lamp"],
+        "order": ["48213"],
+    }
+    assert [name for name in functions if getattr(rewards, name)(**given) != [1.0]] == broken
+    assert rewards.complete(**given) == [float(not broken)]
 
 
 def test_demonstrations_of_the_calculator_are_right_and_call_nothing():
