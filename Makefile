@@ -62,8 +62,9 @@ check: lint types coverage shapes ## run what CI runs: lint, types, coverage, sh
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
 
-bench-real: $(READY) ## what a real language model costs on the CPU, beside TRL and the machine's own products (MODEL=DIR)
+bench-real: $(READY) ## what a real language model costs on the CPU, and what it learns, beside TRL and others (MODEL=DIR; hours)
 	$(BIN)/python -m tests.benchmarks.real $(MODEL)
+	$(BIN)/python -m tests.benchmarks.real_learning $(MODEL)
 
 bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B (ARGS="--budget 300")
 	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)

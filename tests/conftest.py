@@ -1,9 +1,6 @@
 """Real things shared by the session: the embedded model, its tokenizer, and the real data sets where they exist."""
 
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_DATA = REPOSITORY.parent / "shared" / "data"
-MODEL_SCRIPT = REPOSITORY.parent / "shared" / "models" / "smollm2.py"
 
 
 @pytest.fixture(scope="session")
@@ -45,20 +41,13 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """Folder of SmolLM2-135M-Instruct: GRPO_REAL_MODEL, or made once by ../shared/models/smollm2.py, for tests marked `real`."""
-    from grpo_tasks.kit.files import replacing
-    from grpo_tasks.kit.lock import file_lock
+    """Folder of SmolLM2-135M-Instruct: GRPO_REAL_MODEL, or made once, for tests marked `real`."""
+    from tests.real_model import real_model_folder
 
-    folder = Path(os.environ.get("GRPO_REAL_MODEL") or Path(tempfile.gettempdir()) / "smollm2")
-    if (folder / "config.json").is_file():
-        return folder
-    if "GRPO_REAL_MODEL" in os.environ or not MODEL_SCRIPT.is_file():
-        pytest.skip(f"{folder} holds no model; GRPO_REAL_MODEL names a folder, ../shared/models/smollm2.py makes one")
-    with file_lock(folder.with_name(f".{folder.name}.lock")):
-        if not (folder / "config.json").is_file():
-            with replacing(folder) as unfinished:
-                subprocess.run([sys.executable, MODEL_SCRIPT, unfinished], check=True)
-    return folder
+    try:
+        return real_model_folder(os.environ.get("GRPO_REAL_MODEL"))
+    except FileNotFoundError as absent:
+        pytest.skip(f"{absent}; GRPO_REAL_MODEL names a folder")
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ The ratios go to the screen and to .bench/real.json.
 Two questions. How near is an update, and a decoding step, to what the same cores can multiply? And how fast and how large is an
 update beside TRL's, with the same weights, prompts, lengths, dtype and threads?
 
-    python -m tests.benchmarks.real DIR               everything (half an hour)
-    python -m tests.benchmarks.real DIR --share       the first question only
+    python -m tests.benchmarks.real [DIR]             everything (half an hour)
+    python -m tests.benchmarks.real [DIR] --share     the first question only
 """
 
 import json
@@ -15,7 +15,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_tasks.policy.logprobs import chunk_rows
 from tests.benchmarks.__main__ import OUT, Line, best, report
 from tests.benchmarks.sides import Work
+from tests.real_model import real_model_folder
 
 THREADS = 2
 SIDE = 2_048
@@ -129,9 +129,12 @@ def beside_trl(work: Work) -> list[Line]:
 
 def main() -> None:
     """Measure, print and write."""
-    folder, began = sys.argv[1], time.monotonic()
-    if not (Path(folder) / "config.json").is_file():
-        raise SystemExit(f"{folder} is no model; fix: MODEL=DIR, a folder with config.json, safetensors and a tokenizer")
+    try:
+        folder = str(real_model_folder(next((given for given in sys.argv[1:] if not given.startswith("--")), None)))
+    except FileNotFoundError as absent:
+        print(f"skipped: {absent}; fix: MODEL=DIR, a folder with config.json, safetensors and a tokenizer")
+        return
+    began = time.monotonic()
     asked = [(shares, SHORT), *([] if "--share" in sys.argv else [(beside_trl, SHORT), (beside_trl, LONG)])]
     lines = []
     for measure, work in asked:

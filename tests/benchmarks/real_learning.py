@@ -5,7 +5,7 @@
       |----its own best completions, drawn once, by cross entropy---------------------> share
       `----TRL, as many updates-------------------------------------------------------> share
 
-    python -m tests.benchmarks.real_learning MODEL [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
+    python -m tests.benchmarks.real_learning [MODEL] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
 
 prints a line for each training as it ends, and appends it to .bench/real-learning.jsonl. Each way takes the rewards of the
 example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would teach nothing. Started
@@ -28,6 +28,7 @@ from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
 from schemas.results.model import ModelRef
 from tests.benchmarks.__main__ import OUT
+from tests.real_model import real_model_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real-model"
 FOLDER = OUT / "real-learning"
@@ -40,13 +41,17 @@ TRIED = 10
 def main() -> None:
     """Train and evaluate in every way that was asked for."""
     asked = argparse.ArgumentParser()
-    asked.add_argument("model")
+    asked.add_argument("model", nargs="?")
     asked.add_argument("--seeds", default="1,2,3")
     asked.add_argument("--ways", default="grpo,rejection,own,trl")
     asked.add_argument("--rates", default="")
     asked.add_argument("--set", action="append", default=[])
     given = asked.parse_args()
-    model = str(Path(given.model).resolve())
+    try:
+        model = real_model_folder(given.model)
+    except FileNotFoundError as absent:
+        print(f"skipped: {absent}; fix: MODEL=DIR")
+        return
     FOLDER.mkdir(parents=True, exist_ok=True)
     for file in EXAMPLE.iterdir():
         shutil.copy(file, FOLDER)
