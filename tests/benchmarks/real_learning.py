@@ -1,6 +1,6 @@
 """What a real language model learns in examples/real-model, and what the obvious ways learn from the same start in the same time.
 
-    base --GRPO, stage format--> --GRPO, stage correctness--> share of held-out replies that keep all rules
+    base --GRPO----------------------------------------------------------------------> share of held-out replies with all rules
       |----rejection sampling, update by update: the best completion of each group----> share
       |----its own best completions, drawn once, by cross entropy---------------------> share
       `----TRL, as many updates-------------------------------------------------------> share
@@ -87,9 +87,9 @@ def lines(folder: str | Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def seconds_of(name: str, metric: str = "step_time") -> float:
+def seconds_of(name: str) -> float:
     """What all updates of a training took, by the journals of its stages."""
-    return sum(update[metric] for folder in Path().glob(f"{name}-[0-9]") for update in lines(folder))
+    return sum(update["step_time"] for folder in Path().glob(f"{name}-[0-9]") for update in lines(folder))
 
 
 def grpo(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
@@ -106,18 +106,23 @@ def rejection(config: RunConfig, stages: list[StageConfig], data: DataReport, se
     """Rejection sampling update by update: the best completion of each group, for as long as GRPO took."""
     kind = changed(stages[-1], kind="rejection", keep_completions=1)
     train_stage(config, changed(kind, max_steps=TRIED), data, f"{seed}-tried-0", start=base_model(config))
-    each = seconds_of(f"{seed}-tried") / TRIED
-    return [changed(kind, max_steps=round(grpo_seconds(seed) / each))]
+    return [changed(kind, max_steps=round(grpo_seconds(seed) / tried(seed, "step_time")))]
 
 
 def own(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
     """Completions drawn once by the base, then cross entropy on the best ones, several times, for as long as GRPO took."""
     rejection(config, stages, data, seed)  # its trial has the figures
-    sampling = seconds_of(f"{seed}-tried", "rollout_time") / TRIED
-    training = seconds_of(f"{seed}-tried") / TRIED - sampling
+    sampling = tried(seed, "rollout_time")
+    training = tried(seed, "step_time") - sampling
     updates = max(1, round(grpo_seconds(seed) / (sampling + EPOCHS * training)))
     once = {"steps_per_generation": updates, "num_iterations": EPOCHS, "max_steps": EPOCHS * updates}
     return [changed(stages[-1], kind="rejection", keep_completions=1, **once)]
+
+
+def tried(seed: int, metric: str) -> float:
+    """Seconds of an update of the trial, without the first, which compiles and allocates."""
+    usual = lines(f"{seed}-tried-0")[1:]
+    return sum(update[metric] for update in usual) / len(usual)
 
 
 def grpo_seconds(seed: int) -> float:
