@@ -220,7 +220,8 @@ def test_gradients_of_low_rank_matrices_keep_more_than_16_bits(dtype):
 
         # As cuBLAS may cut the sum by default: each part is rounded to 16 bits, and so is their sum.
         parts = [one @ other for one, other in zip(left.chunk(8, dim=1), right.chunk(8), strict=True)]
-        assert error(found) < 1e-6
+        # In float32 the order of a sum, which is that of the machine, moves it by some 1e-6.
+        assert error(found) < 1e-5
         assert error(functools.reduce(torch.add, parts)) > 100 * error(found)
 
 
