@@ -1,7 +1,7 @@
 """A merged model with recurrent layers on a real vLLM server: it says there what transformers says here.
 
-vLLM imports torchvision with Qwen3.5, for images. It has no build for CPUs, so the server gets its names alone (`imported/`), and
-serves the text model.
+vLLM imports torchvision with Qwen3.5, for images. Its build on PyPI needs CUDA, so the server gets the names alone (`imported/`),
+and serves the text model.
 """
 
 import shutil

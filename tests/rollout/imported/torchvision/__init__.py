@@ -1,4 +1,4 @@
-"""Names of torchvision, which has no build for CPUs: vLLM imports some with Qwen3.5, and uses none of them for its text model."""
+"""Names of torchvision, whose build on PyPI needs CUDA. vLLM imports some with Qwen3.5, and uses none for its text model."""
 
 import importlib.abc
 import importlib.machinery
