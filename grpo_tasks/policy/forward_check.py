@@ -50,7 +50,7 @@ large one does not, the tolerance is this share of what it does."""
 ROUNDINGS = 3.0
 """A difference of so many roundings is none, in 16 bits. SmolLM2-135M in bfloat16 differs by 0.01 to 0.05 nats between two kinds
 of attention of transformers itself, and by 0.2 under an adapter that moves it further than any training."""
-_GROWTH = (1, 2, 4, 8, 16)
+_GROWTH = (1, 4, 16)
 """What the size of the check's adapter is multiplied with until it is seen."""
 
 
@@ -249,7 +249,7 @@ def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str, *, temperature:
             found = Leeway.of(dtype, shift=truth.difference(base), rounding=now)
             if found.shift / found.limit > leeway.shift / leeway.limit:
                 chosen, leeway = times, found
-            if found.shift >= SEEN * found.limit >= SEEN * _tolerance(dtype):
+            if found.shift >= max(SEEN * _tolerance(dtype), ROUNDINGS * found.limit):
                 break
         _shake(seconds, chosen)
         yield leeway
