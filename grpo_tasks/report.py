@@ -162,7 +162,7 @@ def markdown(run: RunResults) -> str:
 
 
 def _evaluated(run: RunResults) -> Section:
-    return evaluation_section(run.evaluations, merged_as=run.proof.saved_as())
+    return evaluation_section(run.evaluations, first=run.config.figures, merged_as=run.proof.saved_as())
 
 
 def _cost_section(run: RunResults) -> Section:

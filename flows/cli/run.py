@@ -143,7 +143,7 @@ def describe_stage(stage: StageConfig) -> str:
 
 def show_pipeline(config: RunConfig, result: "PipelineResult", *, wide: bool = False) -> None:
     """Print the end of a pipeline run: evaluations, decision, where everything is."""
-    show(evaluation_section(result.evaluations, merged_as=result.merged_as), wide=wide)
+    show(evaluation_section(result.evaluations, first=config.figures, merged_as=result.merged_as), wide=wide)
     publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
     version = f"{publication.model_name}/{publication.model_version}"
@@ -251,7 +251,7 @@ def evaluate(
     with report_errors():
         settings = checked_config(config, override)
         report: EvalReport = _one_step("evaluate", "evaluating the model", settings, model=model, fresh=fresh)
-        show(evaluation_section([report]), wide=wide)
+        show(evaluation_section([report], first=settings.figures), wide=wide)
 
 
 def train(

@@ -28,6 +28,8 @@ import torch
 from jaxtyping import Float
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.policy.recurrent_layers import find_mixers, recurrent_layers
+from grpo_tasks.policy.structure import empty_model
 from grpo_tasks.processes.serve import HOST, free_port, start_server, tail, wait_until_up
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
@@ -447,6 +449,9 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
     # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
+    if not served.cuda and _has_recurrent_layers(served.model):
+        # vLLM keeps their states at the ends of prompts with chunked prefill only.
+        flags.append("--no-enable-prefix-caching")
     if _sleeps(config, served):
         flags.append("--enable-sleep-mode")
     if config.tensor_parallel_size > 1:
@@ -461,6 +466,14 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
         at_once, loaded = str(served.num_adapters), str(2 * served.num_adapters)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", at_once, "--max-cpu-loras", loaded]
     return [str(Path(config.python)), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
+
+
+def _has_recurrent_layers(folder: Path) -> bool:
+    model = empty_model(str(folder), None)
+    if model is None:
+        return False
+    find_mixers(model)
+    return bool(recurrent_layers(model))
 
 
 def _sleeps(config: VllmConfig, served: ServerModel) -> bool:

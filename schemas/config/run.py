@@ -20,7 +20,7 @@ from schemas.config.rollout import InteractionConfig, RolloutConfig
 from schemas.config.section import Folded, Section, T
 from schemas.config.stage import DifficultyConfig, StageConfig
 from schemas.config.types import Name
-from schemas.metrics import REWARD
+from schemas.metrics import REWARD, REWARD_MEAN, member
 from schemas.secret import secrets_in
 
 MachineAndChecks = Annotated[T, Folded("machine_and_checks")]
@@ -165,6 +165,12 @@ class RunConfig(Section):
         return Scoring(
             rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
         )
+
+    @property
+    def figures(self) -> list[str]:
+        """Evaluation metrics that this config asks for by name: the one that decides, and those of the evaluators."""
+        decides = self.promotion.metric
+        return ([decides] if decides else []) + [member(REWARD_MEAN, name) for name in self.evaluation.evaluators]
 
     def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False, adapter: bool = False) -> Self:
         """The config with these stages only and the functions that they use, for pass rates by their rewards.

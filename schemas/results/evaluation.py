@@ -58,25 +58,27 @@ class EvalReport(StepResult):
         return self.directory / "samples.parquet"
 
 
-def evaluation_section(reports: Sequence[EvalReport], *, merged_as: str = "") -> Section:
+def evaluation_section(reports: Sequence[EvalReport], *, first: Sequence[str] = (), merged_as: str = "") -> Section:
     """A row for each model: the headlines that were measured, then the figures of each task, all with their intervals.
 
     Args:
+        first: metrics that come before them (`RunConfig.figures`).
         merged_as: how the last model was saved (`MergeFigures.saved_as`), if it is the one before it merged: the two are one
             policy, and the text says so.
     """
     measured = dict.fromkeys(name for report in reports for name in report.metrics)
     prefixes = tuple(family.removesuffix("*") for family in TASK_FAMILIES.values())
-    names = [*(name for name in HEADLINES if name in measured), *(name for name in measured if name.startswith(prefixes))]
+    shown = [*first, *HEADLINES, *(name for name in measured if name.startswith(prefixes))]
+    names = [name for name in dict.fromkeys(shown) if name in measured]
     rows = [
         [one.label, *(one.metrics[name].text(name, gap="\n") if name in one.metrics else "" for name in names)] for one in reports
     ]
-    first, titles = reports[0], [name.replace("_", " ") for name in names]
+    base, titles = reports[0], [name.replace("_", " ") for name in names]
     counts = sorted({one.prompts for one in reports})
     count = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     text = (
-        f"{count} held-out prompts, {first.num_samples} samples each at temperature {first.temperature:g}; "
-        f"{100 * first.confidence:g} % intervals in brackets."
+        f"{count} held-out prompts, {base.num_samples} samples each at temperature {base.temperature:g}; "
+        f"{100 * base.confidence:g} % intervals in brackets."
     )
     if ACCURACY in measured:
         text += " Accuracy is strict (format kept and answer equal); lenient accuracy ignores the format."

@@ -157,6 +157,13 @@ def test_the_section_says_how_many_prompts_were_used_and_why(evaluated):
     assert "32 of 64 prompts were sampled" in report
 
 
+def test_a_summary_begins_with_the_metric_that_decides(evaluated):
+    config = load_config("demo", ["evaluation.evaluators={short: 'mine:short'}", "promotion.metric=rewards/short/mean"])
+    report = evaluated("10")
+    scored = report.model_copy(update={"metrics": report.metrics | {"rewards/short/mean": report.metrics["accuracy"]}})
+    assert evaluation_section([scored], first=config.figures).columns[:3] == ("model", "rewards/short/mean", "format rate")
+
+
 def test_the_guards_of_a_promotion_use_all_their_prompts():
     limits = ["evaluation.max_half_width=0.05", "evaluation.max_minutes=3"]
     guard = {"name": "few", "data": [{"path": "rows.jsonl"}], "metric": "accuracy", "max_drop": 0.1}

@@ -30,8 +30,6 @@ SIZES = {
     "num_key_value_heads": 1, "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-# vLLM caches the states at prompts' ends only with chunked prefill, which is off on CPUs.
-ALONE = CONFIG.model_copy(update={"extra_args": ["--no-enable-prefix-caching"]})
 IMPORTED = Path(__file__).parent / "imported"
 
 
@@ -58,8 +56,8 @@ def merged(tmp_path_factory, tokenizer):
 def test_vllm_samples_from_a_merged_hybrid_what_transformers_does(merged, tokenizer, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(IMPORTED))
     requests = [Request(prompt, completion_seed(1, number)) for number, prompt in enumerate(prompts)]
-    with serving(ALONE, ServerModel(merged, "bfloat16", None, cuda=False), tmp_path) as [server]:
-        sampler = VllmSampler(tokenizer, 1, ALONE, [server], scratch=tmp_path / "scratch")
+    with serving(CONFIG, ServerModel(merged, "bfloat16", None, cuda=False), tmp_path) as [server]:
+        sampler = VllmSampler(tokenizer, 1, CONFIG, [server], scratch=tmp_path / "scratch")
         sampler.sync()
         drawn = sampler.generate(requests, sampling(temperature=1.0))
         sampler.close()

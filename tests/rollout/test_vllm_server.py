@@ -33,6 +33,8 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import Notice, RolloutError
 from schemas.metrics import POLICY_LAG, QUEUE_DEPTH, REPLICAS_SERVING, SYNC_BYTES, SYNC_TIME
 from tests.rollout.servers import counts, served, small_servers
+from tests.zoo.build import config
+from tests.zoo.kinds import ZOO
 
 
 def flags(what, address="http://127.0.0.1:8000"):
@@ -51,6 +53,17 @@ def test_only_a_server_open_to_others_wants_keys_everywhere():
     found = flags(served(), "http://10.0.0.7:8000")
     guards = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
     assert guards == ["request_guard.SameOrigin", "request_guard.BearerKey"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "states"),
+    [("bamba", True), ("lfm2", True), ("nemotron_h", True), ("qwen3_5_text", True), ("gemma3_text", False), ("llama", False)],
+)
+def test_vllm_caches_no_prompts_of_recurrent_layers_on_a_cpu(tmp_path, kind, states):
+    # vLLM stops there: "Chunked prefill is required for mamba cache mode 'align'".
+    config(*ZOO[kind]).save_pretrained(tmp_path)
+    assert ("--no-enable-prefix-caching" in flags(replace(served(), model=tmp_path))) == states
+    assert "--no-enable-prefix-caching" not in flags(replace(served(), model=tmp_path, cuda=True))
 
 
 @pytest.mark.long
