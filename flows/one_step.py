@@ -13,7 +13,7 @@ from typing import Any
 import grpo_tasks.steps
 from flows.flow_run import open_flow_run, warn
 from flows.model_names import adapter_model, copy_model, is_adapter, named_model, with_local_model
-from flows.preflight import check_start, check_structure
+from flows.preflight import check_learning_rates, check_start, check_structure
 from flows.steps import (
     base_model,
     evaluation_of,
@@ -136,7 +136,8 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
     with open_flow_run(config, flow="train", fresh=fresh, steps=3 + measured) as run:
         if start:
             config = config.model_copy(update={"start_from": Path(start) if is_adapter(Path(start)) else None})
-        for note in [*check_start(config, place="--from" if start else "start_from"), *check_structure(config, hub=True)]:
+        notes = check_start(config, place="--from" if start else "start_from")
+        for note in [*notes, *check_structure(config, hub=True), *check_learning_rates(config)]:
             warn(note)
         ref = named_model(start, config) if start else base_model(run.config)
         data = validated_data(run)

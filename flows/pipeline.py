@@ -10,7 +10,7 @@ from flows.approval import SuspendedRun, decide, load_pending_decision, was_susp
 from flows.estimate import tell_cost
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
-from flows.preflight import check_start, check_structure, check_working_directory
+from flows.preflight import check_learning_rates, check_start, check_structure, check_working_directory
 from flows.steps import (
     base_model,
     evaluate_guards,
@@ -83,7 +83,7 @@ def run_pipeline(
 def train_and_evaluate(run: FlowRun) -> Trained:
     """Every step before the decision, in order."""
     config = run.config
-    for note in [*check_start(run.inputs.given), *check_structure(config, hub=True)]:
+    for note in [*check_start(run.inputs.given), *check_structure(config, hub=True), *check_learning_rates(config)]:
         warn(note)
     data = validated_data(run)
     guards = validate_guards(run)

@@ -28,6 +28,8 @@ FIRST_ROWS = 200
 LARGE_BYTES = 64 * 2**20
 STRUCTURE_S = 300.0
 """Time limit for building the model that config.json describes, without weights. It takes seconds; the hub may be slow."""
+SLOW, USUAL = 1e-6, "5.0e-5"
+"""Learning rates: TRL's default, and what the presets of pretrained models have (docs/stages.md#learning-rate)."""
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu", "tensorboard": "tensorboard", "wandb": "wandb"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
@@ -180,6 +182,16 @@ def _adapter_settings(folder: Path, place: str) -> dict[str, Any]:
             f"it is an adapter of the kind {kind}, and LORA is trained here: {folder}", place=place, fix="another one"
         )
     return dict(given)
+
+
+def check_learning_rates(config: RunConfig) -> list[str]:
+    """What is worth saying about stages that train an adapter with TRL's default rate, which is for training all weights."""
+    if config.model.lora is None:
+        return []
+    slow = [(number, stage) for number, stage in enumerate(config.stages) if stage.kind == "grpo" and stage.learning_rate <= SLOW]
+    return [
+        f"stages.{number}.learning_rate: {stage.learning_rate:g} hardly moves an adapter; fix: {USUAL}" for number, stage in slow
+    ]
 
 
 def check_structure(config: RunConfig, *, hub: bool) -> list[str]:

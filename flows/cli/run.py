@@ -47,9 +47,9 @@ def run(
         if measure and not dry_run:
             raise ConfigError("a run estimates itself when it starts", place="--measure", fix="add --dry-run, or leave it out")
         if dry_run:
-            from flows.preflight import check_start, check_structure
+            from flows.preflight import check_learning_rates, check_start, check_structure
 
-            show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False)])
+            show_plan(settings, [*check_start(settings), *check_structure(settings, hub=False), *check_learning_rates(settings)])
             if measure:
                 prepare_environment()
                 from flows.estimate import estimate_of

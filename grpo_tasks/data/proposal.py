@@ -82,7 +82,7 @@ class Training:
 
 TINY = Training(128, (50, 100), 16, 1, "1.0e-4", 0.01, 64)
 """Of the embedded model, on a CPU."""
-PRETRAINED = Training(256, (100, 500), 8, 4, "1.0e-5", 0.04, 256)
+PRETRAINED = Training(256, (100, 500), 8, 4, "5.0e-5", 0.04, 256)
 """Of the preset custom-csv."""
 
 

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.content.model_files import context_length
 from grpo_tasks.policy.recurrent_layers import find_mixers, recurrent_layers
 from grpo_tasks.policy.structure import empty_model
 from grpo_tasks.processes.serve import HOST, free_port, start_server, tail, wait_until_up
@@ -55,8 +56,10 @@ PROCESS_GROUP = (
 """A server is a world of its own. With the last one, torchrun's, it would look for its own first process and wait for ever."""
 NOT_INHERITED = frozenset(["CUBLAS_WORKSPACE_CONFIG", *ALLOCATOR, *PROCESS_GROUP])
 """Variables that hold for the trainer's process (policy/load.py sets the first) and that a server started here does not get."""
-FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
-"""Chunked prefill with seeded requests crashes vLLM's CPU engine."""
+TOKENS_ON_CPU = 4096
+"""Longest prompt plus completion where max_model_len is empty."""
+FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""Chunked prefill with seeded requests crashes vLLM's CPU engine. Without it, a batch has to hold the longest prompt."""
 GUARD = Path(__file__).resolve().parents[1] / "kit"
 """Folder of the middlewares that refuse web pages and, on a network, requests without the key. vLLM asks for it on few paths."""
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
@@ -448,16 +451,22 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
     # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
     # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
-    if not served.cuda and _has_recurrent_layers(served.model):
-        # vLLM keeps their states at the ends of prompts with chunked prefill only.
-        flags.append("--no-enable-prefix-caching")
+    longest = config.max_model_len
+    if served.cuda:
+        flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    else:
+        reach = context_length(str(served.model))
+        longest = longest or (reach and min(reach, TOKENS_ON_CPU))
+        flags += [*FLAGS_ON_CPU, "--max-num-batched-tokens", str(max(longest or 0, TOKENS_ON_CPU))]
+        if _has_recurrent_layers(served.model):
+            # vLLM keeps their states at the ends of prompts with chunked prefill only.
+            flags.append("--no-enable-prefix-caching")
+    if longest:
+        flags += ["--max-model-len", str(longest)]
     if _sleeps(config, served):
         flags.append("--enable-sleep-mode")
     if config.tensor_parallel_size > 1:
         flags += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
-    if config.max_model_len is not None:
-        flags += ["--max-model-len", str(config.max_model_len)]
     if served.max_lora_rank is not None:
         # The smallest of the ranks that vLLM has kernels for.
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)

@@ -57,7 +57,7 @@ class VllmConfig(Section):
     tensor_parallel_size: ServerDetails[int] = Field(1, ge=1, le=MOST_PROCESSES)
     """Number of GPUs that share the model of one server."""
     max_model_len: ServerDetails[int | None] = Field(None, ge=1, le=MOST_TOKENS)
-    """Longest prompt plus completion in tokens. Empty: the limit of the model."""
+    """Longest prompt plus completion in tokens. Empty: the limit of the model, without a GPU at most 4,096."""
     extra_args: ServerDetails[list[str]] = Field(default_factory=list)
     """Additional command-line flags of the server."""
     start_timeout_s: ServerDetails[float] = Field(600.0, gt=0.0, le=LONGEST_S)

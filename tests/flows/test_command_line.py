@@ -51,6 +51,9 @@ def test_a_dry_run_and_a_refused_config_run_nothing(here, tmp_path):
     assert "did you mean num_generations?" in answer("run", "demo", "--set", "stages.0.num_generation=4", expect=2)
     assert "did you mean demo?" in answer("run", "dmeo", "--dry-run", expect=2)
     assert "learning rate 2e-05" in answer("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=2e-5")
+    default = ("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=1e-6")
+    assert "stages.0.learning_rate: 1e-06 hardly moves an adapter; fix: 5.0e-5" in answer(*default)
+    assert "hardly moves" not in answer(*default, "--set", "model.lora=null")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,6 +66,20 @@ def test_vllm_caches_no_prompts_of_recurrent_layers_on_a_cpu(tmp_path, kind, sta
     assert "--no-enable-prefix-caching" not in flags(replace(served(), model=tmp_path, cuda=True))
 
 
+@pytest.mark.parametrize(
+    ("reach", "asked", "longest", "batch"),
+    [(2048, None, 2048, 4096), (8192, None, 4096, 4096), (8192, 512, 512, 4096), (8192, 6000, 6000, 6000)],
+)
+def test_a_batch_on_a_cpu_holds_the_longest_prompt(tmp_path, reach, asked, longest, batch):
+    # vLLM refuses others: "max_num_batched_tokens (4096) is smaller than max_model_len (8192)".
+    kind, changes = ZOO["llama"]
+    config(kind, changes | {"max_position_embeddings": reach}).save_pretrained(tmp_path)
+    server = VllmConfig(python="python", max_model_len=asked)
+    found = command(server, replace(served(), model=tmp_path), "http://127.0.0.1:8000")
+    sizes = [found[found.index(flag) + 1] for flag in ("--max-model-len", "--max-num-batched-tokens")]
+    assert sizes == [str(longest), str(batch)]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("rank", "opens"), [(16, False), (None, True)], ids=["adapter", "weights"])
