@@ -5,6 +5,7 @@
     trial, in a child ->  how fast           -/
 """
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def tell_cost(run: FlowRun, data: DataReport, guards: Sequence[GuardData]) -> No
         return
     rows = rows_of(data, guards)
     size = sum(file.stat().st_size for file in Path(resolve(config.model.path)).glob("*.safetensors"))
-    if least_seconds(config, rows, size) < SHORT_S:
+    if least_seconds(config, rows, size, cores=config.resources.num_threads or os.cpu_count() or 1) < SHORT_S:
         log.info("not estimated: so short a run is not worth a trial")
         return
     if reason := why_not_measured(config):

@@ -32,8 +32,8 @@ LONG_S, NAMED = 3600.0, 3
 FINISHED = -1
 """In place of a number of updates: the step has nothing left to do."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
-LEAST_STEP_S, MOST_BYTES_S = 1e-3, 1e11
-"""Fewest seconds of a step on a CPU, and the most bytes that it reads in a second."""
+LEAST_STEP_S, MOST_BYTES_S, MOST_FLOPS = 1e-3, 1e11, 1e12
+"""Fewest seconds of a step on a CPU, the most bytes that it reads in a second, and the most that each of its cores computes."""
 ANSWERS = 4
 """Prompts whose answers by the merged model are generated twice, and once more by the registered version."""
 PROOF_PASSES, PROOF_LOADS, PUBLISHED_LOADS = 4, 3, 3
@@ -292,11 +292,15 @@ def savings(config: RunConfig, speed: Speed, rows: Rows, *, done: Mapping[str, i
     return sorted((one for one in found if one.seconds > 0), key=lambda one: -one.seconds)
 
 
-def least_seconds(config: RunConfig, rows: Rows, model_bytes: int) -> float:
-    """Less than a CPU takes at full length: a step reads all weights from memory, and starts some kernels."""
+def least_seconds(config: RunConfig, rows: Rows, model_bytes: int, *, cores: int) -> float:
+    """Less than a CPU takes at full length: a step reads all weights from memory, and starts some kernels; a token needs all."""
     step_s = max(LEAST_STEP_S, model_bytes / MOST_BYTES_S)
-    none = {"load_s": 0.0, "prompt_s": 0.0, "row_s": 0.0, "train_s": 0.0, "score_s": 0.0, "generate_s": 0.0}
-    speed = Speed(decode_s=step_s, update_s=step_s, lengths=[config.rollout.max_completion_length], ended=[False], **none)
+    token_s = 2 * (model_bytes / 4) / (cores * MOST_FLOPS)
+    speed = Speed(
+        load_s=0.0, decode_s=step_s, update_s=step_s, generate_s=0.0, prompt_s=token_s, row_s=token_s, score_s=token_s,
+        # Forwards, and backwards once more: the weights below an adapter have no gradients.
+        train_s=2 * token_s, lengths=[config.rollout.max_completion_length], ended=[False],
+    )  # fmt: skip
     return sum(seconds for _, seconds in _steps(config, speed, rows, NOTHING))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from flows.cli.main import app
 from grpo_tasks.planning.time_plan import LONG_S, Rows, estimate, least_seconds
 from grpo_tasks.running.key import code_behind
 from schemas.config.load import check_config, load_config, with_setting
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
 from schemas.results.speed import Speed
 from tests.flows.place import SMALL
 
@@ -105,9 +108,15 @@ def test_measure_alone_is_refused():
 def test_a_run_of_seconds_is_not_worth_a_trial():
     rows = Rows(train=5_000, eval=500, prompt_tokens=80.0)
     demo, small = load_config("demo"), check_config(SMALL)
-    assert least_seconds(small, rows, model_bytes=2_500_000) < 10 < least_seconds(demo, rows, model_bytes=2_500_000)
+    least = partial(least_seconds, rows=rows, cores=2)
+    assert least(small, model_bytes=2_500_000) < 10 < least(demo, model_bytes=2_500_000)
     # The weights of a model of seven billion parameters are read at every step.
-    assert least_seconds(small, rows, model_bytes=28_000_000_000) > 10
+    assert least(small, model_bytes=28_000_000_000) > 10
+    # 50 updates of a model with 135 million, which took two cores half an hour: they read its weights in 8 s.
+    stage = {"name": "one", "rewards": ["format"], "max_steps": 50, "num_generations": 8, "per_device_train_batch_size": 64}
+    rollout = RolloutConfig(max_completion_length=48)
+    trained = small.model_copy(update={"stages": [StageConfig.model_validate(stage)], "rollout": rollout})
+    assert least(trained, model_bytes=269_000_000, cores=10**9) < 10 < least(trained, model_bytes=269_000_000)
 
 
 def test_no_step_reaches_what_estimates_it():
