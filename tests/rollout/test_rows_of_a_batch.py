@@ -26,10 +26,11 @@ def rounding(engine, requests, length):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0.0, 1e-4), ("bfloat16", 1e-3, 0.1)])
-def test_other_rows_change_rounding_only_and_in_16_bits_they_do(dtype, least, most, base_ref, tokenizer, prompts):
+# How much of it in 16 bits is up to the processor: 1e-4 nats without instructions for them, 1e-2 with.
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_other_rows_of_a_batch_change_rounding_only(dtype, most, base_ref, tokenizer, prompts):
     policy = load_policy(base_ref, ModelConfig(dtype=dtype), device=torch.device("cpu"))
     requests = [Request(prompt, seed) for prompt in prompts for seed in range(3)]
     found = rounding(LocalEngine(policy, tokenizer), requests, 20)
     assert len(found) > 100
-    assert least <= max(found) < most
+    assert max(found) < most
