@@ -124,7 +124,8 @@ class Client:
             kind, what = ServerBusyError if answer.status_code in BUSY else ServerGoneError, "failed"
         elif answer.status_code == httpx.codes.NOT_FOUND:
             kind = UnknownError
-        raise kind(f"{path} {what} ({answer.status_code}): {answer.text[:500]}", place=address)
+        fix = "raise rollout.vllm.max_model_len, or lower validation.max_prompt_length" if "context length" in answer.text else ""
+        raise kind(f"{path} {what} ({answer.status_code}): {answer.text[:500]}", place=address, fix=fix)
 
     def healthy(self, address: str) -> bool:
         """True if the server says that it is."""

@@ -196,6 +196,14 @@ def test_a_server_on_a_network_wants_the_key_on_every_path(lora_server, monkeypa
         existing_servers(config, adapters=True)
 
 
+def test_a_prompt_that_the_server_has_no_room_for_names_the_setting(plain_server, policy, tokenizer, prompts, tmp_path):
+    engine = engine_on(plain_server, policy, tokenizer, tmp_path, merged=True)
+    engine.sync()
+    with pytest.raises(RolloutError, match="maximum context length is 2048 tokens") as refused:
+        engine.generate([Request(prompts[0] * 200, 1)], sampling())
+    assert "rollout.vllm.max_model_len" in refused.value.fix
+
+
 def test_adapters_of_two_processes_are_sampled_in_the_same_batch(lora_server, policy, tokenizer, prompts, tmp_path):
     requests = [[Request(prompts[0], completion_seed(rank, 0) + k) for k in range(64)] for rank in range(2)]
     # What a process that trains does: an engine and an adapter of its own for the server that they share.
