@@ -1,6 +1,7 @@
 """Real things shared by the session: the embedded model, its tokenizer, and the real data sets where they exist."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def prefect_api(tmp_path_factory):
 
     with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
         yield api
+
+
+@pytest.fixture(autouse=True)
+def unchanged_default_dtype():
+    """Names the test that leaves torch's default dtype changed, which would fail other tests after it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and (left := torch.get_default_dtype()) is not torch.float32:
+        torch.set_default_dtype(torch.float32)
+        pytest.fail(f"this test, or a thread that still runs, left torch's default dtype at {left}")
 
 
 def pytest_configure(config):

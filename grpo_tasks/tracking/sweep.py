@@ -107,13 +107,19 @@ def compare_link(run_ids: list[str], experiment_id: str) -> str:
 
 def cells(result: SweepResult, *, gap: str = " ") -> list[dict[str, str]]:
     """The runs as texts by column: what differs, whether it is the best, what came out (intervals behind `gap`), how it ended."""
-    verdicts = result.verdicts()
-    return [_cells(line, verdicts.get(line.number, ""), gap) for line in result.lines]
+    verdicts, names = result.verdicts(), _shown(result)
+    return [_cells(line, verdicts.get(line.number, ""), names, gap) for line in result.lines]
 
 
-def _cells(line: SweepLine, verdict: str, gap: str) -> dict[str, str]:
+def _shown(result: SweepResult) -> list[str]:
+    """The metrics of the table: those that decide come first."""
+    decide = [line.end.metric for line in result.lines if line.end is not None and line.end.metric]
+    return list(dict.fromkeys([*decide, *AT_A_GLANCE]))
+
+
+def _cells(line: SweepLine, verdict: str, names: Sequence[str], gap: str) -> dict[str, str]:
     row, end = {"run": str(line.number), **line.settings, "seed": str(line.seed), "verdict": verdict}, line.end
-    for name in AT_A_GLANCE:
+    for name in names:
         found = end.figures.get(name) if end is not None else None
         row[name.replace("_", " ")] = found.text(name, gap=gap) if found is not None else ""
     row["time"] = f"{end.seconds:.0f} s" if end is not None else ""
@@ -135,33 +141,33 @@ def markdown(result: SweepResult) -> str:
     for line in result.lines:
         groups.setdefault(tuple(line.settings.values()), []).append(line)
     if len(groups) < len(result.lines):
-        parts += ["Mean over the seeds that finished:", _means(groups, varied)]
+        parts += ["Mean over the seeds that finished:", _means(groups, varied, _shown(result))]
     return "\n\n".join(parts) + "\n"
 
 
-def _means(groups: dict[tuple[str, ...], list[SweepLine]], paths: Sequence[str]) -> str:
+def _means(groups: dict[tuple[str, ...], list[SweepLine]], paths: Sequence[str], shown: Sequence[str]) -> str:
     """A line for each combination: how many of its seeds finished, and the means of their figures."""
 
     def values_of(lines: Sequence[SweepLine], name: str) -> list[float]:
         return [line.end.figures[name].value for line in lines if line.end is not None and name in line.end.figures]
 
-    names = [name for name in AT_A_GLANCE if any(values_of(lines, name) for lines in groups.values())]
+    names = [name for name in shown if any(values_of(lines, name) for lines in groups.values())]
     rows = []
     for values, lines in groups.items():
         figures = [values_of(lines, name) for name in names]
         finished = sum(line.end is not None and line.end.state == "finished" for line in lines)
-        shown = [figure_text(name, mean(found)) if found else "" for name, found in zip(names, figures, strict=True)]
-        rows.append([*map(code, values), f"{finished} of {len(lines)}", *shown])
+        means = [figure_text(name, mean(found)) if found else "" for name, found in zip(names, figures, strict=True)]
+        rows.append([*map(code, values), f"{finished} of {len(lines)}", *means])
     return table([*paths, "finished", *(name.replace("_", " ") for name in names)], rows)
 
 
 def _csv(result: SweepResult) -> str:
     """All runs with plain numbers: a column for each setting, figure, bound, time and ending."""
-    rows, verdicts = [], result.verdicts()
+    rows, verdicts, names = [], result.verdicts(), _shown(result)
     for line in result.lines:
         end = line.end
         row: dict[str, object] = {"run": line.number, **line.settings, "seed": line.seed}
-        for name in AT_A_GLANCE:
+        for name in names:
             found = end.figures.get(name) if end is not None else None
             for part in ("value", "low", "high"):
                 row[name if part == "value" else f"{name} {part}"] = getattr(found, part) if found is not None else None

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from flows.sweeps.command import show_sweep
 from grpo_tasks.tracking.past_runs import recent_runs
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
-from grpo_tasks.tracking.sweep import ENDED, VERDICT, SweepRun, cells, compare_link
+from grpo_tasks.tracking.sweep import ENDED, VERDICT, SweepRun, cells, compare_link, markdown
 from grpo_tasks.tracking.texts import NOTE
 from schemas.config.grid import make_grid
 from schemas.errors import PrunedError
@@ -138,6 +138,17 @@ def test_a_new_best_run_replaces_every_figure(grid, client):
     parent = sweep.handle.run_id
     assert client.get_run(parent).data.metrics == {"accuracy": 0.7, "format_rate": 0.8}
     assert [point.value for point in client.get_metric_history(parent, "format_rate")] == [0.9, 0.8], "the same is shown once"
+
+
+def test_the_table_shows_the_figure_that_decides():
+    figures = {"reward_mean/complete": Interval(value=0.9, low=0.8, high=1.0), "reward": Interval(value=6.5, low=6.0, high=7.0)}
+    end = VariantEnd(key="k", state="finished", seconds=1.0, metric="reward_mean/complete", figures=figures)
+    lines = [SweepLine(number=number, label=str(number), settings={"rate": "1e-3"}, seed=number, end=end) for number in (1, 2)]
+    result = SweepResult(lines=lines, run_id="r", experiment_id="1", tracking_uri="")
+    assert [(row["reward mean/complete"], row["reward"]) for row in cells(result)] == [("0.9 (0.8 to 1)", "6.5 (6 to 7)")] * 2
+    one, means = markdown(result).split("Mean over the seeds that finished:")
+    assert "| 0.9 (0.8 to 1) | 6.5 (6 to 7) |" in one
+    assert "| `1e-3` | 2 of 2 | 0.9 | 6.5 |" in means
 
 
 def figures_of(accuracy, format_rate):
