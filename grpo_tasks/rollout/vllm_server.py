@@ -299,6 +299,9 @@ class OwnServer(VllmServer):
         self._config, self._served, self._log, self._device, self._host = config, served, log, device, host
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._lock, self._ended, self.model = Lock(), False, str(served.model)
+        # Found out here and not in `start`, which runs in other threads: while transformers builds a model, torch's default
+        # dtype is that model's for all threads, and two at once leave it so.
+        self._recurrent = not served.cuda and has_recurrent_layers(served)
         # A stage that starts servers is one process, which computes on the first card that it sees.
         ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
         self.on_trainers_card = served.cuda and (device is None or ours in device.split(","))
@@ -316,7 +319,7 @@ class OwnServer(VllmServer):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(GUARD)]))
         if self._device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._device
-        server, limit_s = command(self._config, self._served, address), self._config.start_timeout_s
+        server, limit_s = command(self._config, self._served, address, recurrent=self._recurrent), self._config.start_timeout_s
         with self._lock, self._log.open("ab") as output:
             if self._ended:
                 raise RolloutError("the server was ended before it started", place=str(self._log))
@@ -442,8 +445,8 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     return not cuda and not config.base_urls and model.quantization == "none" and model.dtype == "float32"
 
 
-def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
-    """The command line that starts a server at an address such as http://127.0.0.1:8000."""
+def command(config: VllmConfig, served: ServerModel, address: str, *, recurrent: bool) -> list[str]:
+    """The command line that starts a server at an address such as http://127.0.0.1:8000; `recurrent`: `has_recurrent_layers`."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", host, "--port", port]
     flags += ["--middleware", "request_guard.SameOrigin"]
@@ -459,7 +462,7 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
         reach = context_length(str(served.model))
         longest = longest or (reach and min(reach, TOKENS_ON_CPU))
         flags += [*FLAGS_ON_CPU, "--max-num-batched-tokens", str(max(longest or 0, TOKENS_ON_CPU))]
-        if _has_recurrent_layers(served.model):
+        if recurrent:
             # vLLM keeps their states at the ends of prompts with chunked prefill only.
             flags.append("--no-enable-prefix-caching")
     if longest:
@@ -478,8 +481,9 @@ def command(config: VllmConfig, served: ServerModel, address: str) -> list[str]:
     return [str(Path(config.python)), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
 
 
-def _has_recurrent_layers(folder: Path) -> bool:
-    model = empty_model(str(folder), None)
+def has_recurrent_layers(served: ServerModel) -> bool:
+    """True if some of its layers carry a state from token to token. Not for two threads at once: it builds the model."""
+    model = empty_model(str(served.model), None)
     if model is None:
         return False
     find_mixers(model)

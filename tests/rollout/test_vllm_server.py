@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from grpo_tasks.rollout.vllm_server import (
     OwnServer,
     command,
     existing_servers,
+    has_recurrent_layers,
     replica_devices,
     serving,
     swaps_merged_weights,
@@ -38,7 +40,7 @@ from tests.zoo.kinds import ZOO
 
 
 def flags(what, address="http://127.0.0.1:8000"):
-    return command(VllmConfig(python="python"), what, address)
+    return command(VllmConfig(python="python"), what, address, recurrent=has_recurrent_layers(what))
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -75,9 +77,21 @@ def test_a_batch_on_a_cpu_holds_the_longest_prompt(tmp_path, reach, asked, longe
     kind, changes = ZOO["llama"]
     config(kind, changes | {"max_position_embeddings": reach}).save_pretrained(tmp_path)
     server = VllmConfig(python="python", max_model_len=asked)
-    found = command(server, replace(served(), model=tmp_path), "http://127.0.0.1:8000")
+    found = command(server, replace(served(), model=tmp_path), "http://127.0.0.1:8000", recurrent=False)
     sizes = [found[found.index(flag) + 1] for flag in ("--max-model-len", "--max-num-batched-tokens")]
     assert sizes == [str(longest), str(batch)]
+
+
+@pytest.mark.usefixtures("small")
+def test_servers_start_without_changing_torchs_dtype_for_other_threads(tmp_path, monkeypatch):
+    # Two threads that build a model at once can leave its dtype behind as the default of the process.
+    changed_by = []
+    monkeypatch.setattr(torch, "set_default_dtype", lambda _: changed_by.append(threading.current_thread()))
+    with small_servers(tmp_path, replicas=2) as servers:
+        assert changed_by
+        with ThreadPoolExecutor(1) as rollout:
+            rollout.submit(servers[0].restart).result()
+    assert set(changed_by) == {threading.main_thread()}
 
 
 @pytest.mark.long
