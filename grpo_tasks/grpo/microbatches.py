@@ -101,9 +101,12 @@ def make_microbatches(
     max_completion_length: int,
     device: torch.device,
     ranks: Ranks,
+    padded: bool = False,
     same_count: bool = False,
 ) -> Microbatches:
     """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
+
+    `padded`: a pass computes rows as long as its longest one (`Policies.pads`), so a budget of tokens has to hold the padding too.
 
     With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
     once, so a rank that is done early would leave the others waiting.
@@ -132,7 +135,7 @@ def make_microbatches(
     live = ranks.share((mask.any(1) & (keep_dead | ~dead)).nonzero().flatten().tolist())
 
     if isinstance(stage.max_tokens_per_microbatch, int):  # token_budget.py has put a number, or none, in the place of "auto"
-        parts = _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch)
+        parts = _by_tokens(live, rollout, indices, stage.max_tokens_per_microbatch, padded=padded)
     else:
         # The last one may be smaller; weights are those of the update, so it needs no correction.
         parts = [list(live[start : start + size]) for start in range(0, len(live), size)]
@@ -171,8 +174,8 @@ def chosen_completions(scored: ScoredRollout, stage: StageConfig) -> list[int]:
     return sorted(chosen)
 
 
-def _by_tokens(live: Sequence[int], rollout: Rollout, indices: Sequence[int], budget: int) -> list[list[int]]:
-    """Microbatches of at most `budget` tokens; one completion may have more.
+def _by_tokens(live: Sequence[int], rollout: Rollout, indices: Sequence[int], budget: int, *, padded: bool) -> list[list[int]]:
+    """Microbatches of at most `budget` tokens, with their padding where a pass is `padded`; one completion may have more.
 
     The prompt of a group counts once in a microbatch, so a group stays together as far as it fits. Groups are ordered by their
     longest completion: the attention of a CPU works on rectangles, and neighbours of equal length waste least of them.
@@ -182,18 +185,17 @@ def _by_tokens(live: Sequence[int], rollout: Rollout, indices: Sequence[int], bu
     longest: dict[int, int] = {}
     for row in live:
         longest[prompt_of[row]] = max(longest.get(prompt_of[row], 0), tokens[row])
+
+    def size_of(rows: Sequence[int]) -> int:
+        completions = [tokens[row] for row in rows]
+        prompts = [len(rollout.prompts[prompt]) for prompt in {prompt_of[row] for row in rows}]
+        return sum(len(each) * max(each) if padded else sum(each) for each in (completions, prompts))
+
     filled: list[list[int]] = []
-    prompts: set[int] = set()
-    used = 0
     for row in sorted(live, key=lambda row: (longest[prompt_of[row]], prompt_of[row], tokens[row], row)):
-        prompt, prompt_tokens = prompt_of[row], len(rollout.prompts[prompt_of[row]])
-        more = tokens[row] + (0 if prompt in prompts else prompt_tokens)
-        if not filled or used + more > budget:
+        if not filled or size_of([*filled[-1], row]) > budget:
             filled.append([])
-            prompts, used, more = set(), 0, tokens[row] + prompt_tokens
         filled[-1].append(row)
-        prompts.add(prompt)
-        used += more
     return filled
 
 

@@ -24,6 +24,7 @@ from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, Leeway, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base, trainable_policy
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
+from grpo_tasks.policy.recurrent_layers import recurrent_layers
 from grpo_tasks.policy.sharded import every_process, shard
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError, Notice
@@ -80,18 +81,30 @@ class Policies:
         """True where there is a reference policy even at beta 0: with an adapter."""
         return isinstance(self.model, PeftModel)
 
+    @property
+    def layout(self) -> Layout:
+        """The fastest layout that says what the model's own forward pass says, found before the first pass; else ModelError."""
+        if self._layout is None:
+            self._layout = self._fitting_layout()
+        return self._layout
+
+    @property
+    def pads(self) -> bool:
+        """True where a pass computes rows as long as its longest one: in the plain layout, and in layers that carry a state."""
+        # In this order: the search for the layout lets the model find its mixers.
+        return self.layout == "plain" or bool(recurrent_layers(self.model))
+
     def scores(
         self, tokens: TokenBatch, *, model: CausalLM | None = None, entropy_gradients: bool = False, count_hits: bool = False
     ) -> TokenScores:
         """Scores under the policy that is trained, unless another model is given; on request which tokens it ranks first."""
-        if self._layout is None:
-            self._layout = self._fitting_layout()
+        layout = self.layout
         with self.ranks.accelerator.autocast():
             return completion_logprobs(
                 self.model if model is None else model,
                 tokens,
                 temperature=self.temperature,
-                layout=self._layout,
+                layout=layout,
                 entropy_gradients=entropy_gradients,
                 count_hits=count_hits,
             )
@@ -115,7 +128,6 @@ class Policies:
                 self.model.train()
 
     def _fitting_layout(self) -> Layout:
-        """The fastest layout that says what the model's own forward pass says, found before the first pass; else ModelError."""
         causal, rows = causal_model(self.model), CheckRows.of(self.model)
         name = type(causal).__name__
         tokens = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device)

@@ -154,7 +154,8 @@ class Trial:
         gained = Advantages(values, torch.ones(groups), torch.zeros(groups, dtype=torch.bool))
         limits = {"max_completion_length": self.spec.max_completion_tokens, "device": self.ranks.accelerator.device}
         began = self.clock()
-        microbatches = make_microbatches(rollout, gained, range(count), stage, ranks=self.ranks, **limits)
+        padded = self.learner.policies.pads
+        microbatches = make_microbatches(rollout, gained, range(count), stage, ranks=self.ranks, padded=padded, **limits)
         self.learner.update(microbatches, None).means()
         seconds = self.clock() - began
         total = sum(map(len, prompts)) + sum(len(one.token_ids) for one in texts)

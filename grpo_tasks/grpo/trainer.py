@@ -194,6 +194,7 @@ class Trainer:
     def _microbatches(self, current: Round) -> list[Update]:
         """Split a round into updates, and those into microbatches."""
         rollout, stage, size = current.scored.rollout, self.stage, self.stage.completions_per_update
+        padded = isinstance(stage.max_tokens_per_microbatch, int) and self.learner.policies.pads
         chosen = chosen_completions(current.scored, stage) if stage.kind == "rejection" else range(len(rollout.completions))
         updates = [
             make_microbatches(
@@ -204,6 +205,7 @@ class Trainer:
                 max_completion_length=self.spec.max_completion_tokens,
                 device=self.device,
                 ranks=self.ranks,
+                padded=padded,
                 same_count=self.learner.policies.sharded,
             )
             for start in range(0, len(rollout.completions), size)

@@ -151,6 +151,7 @@ class StageConfig(Section):
     max_tokens_per_microbatch: Batches[Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None] = None
     """Tokens per forward and backward pass: completions, and each different prompt once. The completions of an update are divided
     into passes of at most this size, which replaces per_device_train_batch_size as the size of a pass. The update is the same.
+    For models that compute padding (layers with a state, or the slow way), padding counts as tokens.
     auto: as many as fit into the memory of the GPU (`grpo plan` shows them); on a CPU per_device_train_batch_size decides."""
     max_refills: Batches[int] = Field(0, ge=0, le=MOST_TIMES)
     """How often dead groups are replaced by groups of other prompts before an update (dynamic sampling, arXiv:2503.14476)."""

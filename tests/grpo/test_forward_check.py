@@ -251,7 +251,12 @@ def test_one_completion_is_enough_to_find_a_leak_to_the_next(stages, monkeypatch
     policies = policies_of(stages, model_of(MODELS["lfm2"]), Accelerator(cpu=True), lora=None)
     with pytest.warns(UserWarning, match=f"{ENCODED_AGAIN}.*off by"):
         policies.scores(ONE)
-    assert policies._layout == "plain"
+    assert (policies.layout, policies.pads) == ("plain", True)
+
+
+def test_layers_with_a_state_pad_although_prompts_are_shared(stages):
+    policies = policies_of(stages, model_of(MODELS["lfm2"]), Accelerator(cpu=True), lora=None)
+    assert (policies.layout, policies.pads) == ("packed", True)
 
 
 def test_the_check_reaches_beyond_the_window_of_the_attention(stages, monkeypatch):
@@ -281,6 +286,6 @@ def half_precision():
 def test_all_weights_are_trained_in_the_packed_layout_under_autocast(stages, half_precision):
     policies = policies_of(stages, model_of(Qwen2Config(**SMALL)), half_precision, lora=None, dtype="bfloat16")
     scores = policies.scores(ONE)
-    assert policies._layout == "packed"
+    assert (policies.layout, policies.pads) == ("packed", False)
     scores.logps.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in policies.model.parameters())

@@ -36,7 +36,7 @@ def rollout(lengths, prompt_lengths):
     return Rollout([ROW] * len(prompt_lengths), [[1] * n for n in prompt_lengths], completions, size, 0.0)
 
 
-def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **settings):
+def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, padded=False, **settings):
     groups, size = len(prompt_lengths), len(lengths) // len(prompt_lengths)
     tied = torch.tensor([group in dead for group in range(groups)])
     values = torch.arange(1.0, len(lengths) + 1)[:, None]
@@ -53,6 +53,7 @@ def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **set
         device=torch.device("cpu"),
         ranks=FirstOfTwo(others),
         same_count=same_count,
+        padded=padded,
     )
 
 
@@ -63,9 +64,10 @@ def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **set
     dead=st.sets(st.integers(0, 2)),
     budget=st.none() | st.integers(1, 60),
     loss_type=st.sampled_from(["grpo", "dapo", "dr_grpo", "bnpo"]),
+    padded=st.booleans(),
 )
-def test_each_live_completion_is_in_one_microbatch_with_its_weights(lengths, prompts, dead, budget, loss_type):
-    stage, found = split(lengths, prompts, dead, max_tokens_per_microbatch=budget, loss_type=loss_type)
+def test_each_live_completion_is_in_one_microbatch_with_its_weights(lengths, prompts, dead, budget, loss_type, padded):
+    stage, found = split(lengths, prompts, dead, max_tokens_per_microbatch=budget, loss_type=loss_type, padded=padded)
     assert sorted(index for each in found for index in each.indices) == [index for index in range(6) if index // 2 not in dead]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     weights = token_weights(mask, stage, max_completion_length=16, microbatch_size=6)
@@ -77,7 +79,8 @@ def test_each_live_completion_is_in_one_microbatch_with_its_weights(lengths, pro
             assert not each.weights[row, length:].any()
             assert each.advantages[row].tolist() == [index + 1.0]
             assert each.sampler_logps[row].sum().item() == pytest.approx(-0.5 * length * length)
-        tokens = int(each.tokens.prompt_mask.sum() + each.tokens.completion_mask.sum())
+        masks = each.tokens.prompt_mask, each.tokens.completion_mask
+        tokens = sum(mask.numel() if padded else int(mask.sum()) for mask in masks)
         assert budget is None or tokens <= budget or len(each.indices) == 1
 
 

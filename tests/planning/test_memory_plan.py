@@ -170,6 +170,15 @@ def test_the_plan_foretells_passes_of_a_hybrid():
     assert_foretells_passes(plan, ((1, 3), (2, 16)))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_padding_of_layers_with_a_state_takes_the_memory_of_tokens(checkpointing):
+    plan = counts.plan_of(counts.architecture(PERIOD, "qwen3.5-0.8b"), gradient_checkpointing=checkpointing)
+    groups = Groups([40, 256], [[32 + 60 * index for index in range(6)], [400 - 60 * index for index in range(6)]])
+    found, with_padding = count_pass(plan._policy, groups).peak, 12 * 400 + 2 * 256
+    assert 1.2 * plan.update(groups.tokens) < found < plan.update(with_padding) < 1.1 * found
+
+
 @pytest.mark.parametrize("model", [{}, pytest.param({"lora": None}, marks=pytest.mark.slow)], ids=["adapter", "all weights"])
 def test_a_pass_with_less_than_a_chunk_of_logits_is_planned(model):
     # At this vocabulary a chunk has 2,048 rows.
