@@ -106,7 +106,7 @@ def make_microbatches(
 ) -> Microbatches:
     """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
 
-    `padded`: a pass computes rows as long as its longest one (`Policies.pads`), so a budget of tokens has to hold the padding too.
+    `padded`: a pass computes rows as long as its longest one (`Policies.pads`), so a budget of tokens holds the padding too.
 
     With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
     once, so a rank that is done early would leave the others waiting.
