@@ -119,12 +119,14 @@ class Client:
         if answer.status_code == httpx.codes.OK:
             # The same numbers as json.loads, bit for bit, in a fraction of the time, in which no other thread of ours runs.
             return orjson.loads(answer.content) if "json" in answer.headers.get("content-type", "") else answer.text
-        kind, what = RolloutError, "was refused"
+        kind, what, fix = RolloutError, "was refused", ""
         if answer.status_code in BUSY or answer.is_server_error:
             kind, what = ServerBusyError if answer.status_code in BUSY else ServerGoneError, "failed"
+            fix = "" if answer.status_code in BUSY else "see the server's log, vllm.log"
         elif answer.status_code == httpx.codes.NOT_FOUND:
             kind = UnknownError
-        fix = "raise rollout.vllm.max_model_len, or lower validation.max_prompt_length" if "context length" in answer.text else ""
+        if "context length" in answer.text:
+            fix = "raise rollout.vllm.max_model_len, or lower validation.max_prompt_length"
         raise kind(f"{path} {what} ({answer.status_code}): {answer.text[:500]}", place=address, fix=fix)
 
     def healthy(self, address: str) -> bool:
