@@ -148,8 +148,11 @@ def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: Evaluation
     for name in names:
         column, described = metric.column_of(name), metric.describe_figure(name)
         values = _means(table, column) if column in table.columns else np.zeros(0)
-        interval = rate_interval if described is not None and described.unit == "share" else mean_interval
         if values.size:
+            # A reward function that says yes or no has a share too: of 200 times no, the mean alone would have no interval.
+            verdicts = set(table[column].drop_nulls().cast(pl.Float64).unique()) <= {0.0, 1.0}
+            is_share = verdicts or (described is not None and described.unit == "share")
+            interval = rate_interval if is_share else mean_interval
             found[name] = interval(values, confidence=evaluation.confidence)
     return found
 
