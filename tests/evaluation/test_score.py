@@ -115,10 +115,10 @@ def test_rewards_have_means_and_intervals_where_they_apply(evaluated):
 @pytest.mark.parametrize(("verdict", "low", "high"), [(0.0, 0.0, 1 - 0.025 ** (1 / 20)), (1.0, 0.025 ** (1 / 20), 1.0)])
 def test_the_same_verdict_on_every_prompt_has_an_interval(evaluated, verdict, low, high):
     """Clopper-Pearson's for no, and for only, successes in 20 trials; a score of any other size has none."""
-    rewards = {"rewards/kept/mean": [verdict] * 20, "rewards/brief/mean": [0.4] * 20}
+    rewards = {"rewards/kept/mean": [verdict] * 20, "rewards/brief/mean": [0.5] * 20}
     found = evaluated([Row(f"{number:02}") for number in range(20)], [RIGHT] * 20, **rewards).metrics
     assert (found["rewards/kept/mean"].low, found["rewards/kept/mean"].high) == pytest.approx((low, high))
-    assert (found["rewards/brief/mean"].low, found["rewards/brief/mean"].high) == (0.4, 0.4)
+    assert (found["rewards/brief/mean"].low, found["rewards/brief/mean"].high) == (0.5, 0.5)
 
 
 def test_a_conversation_that_failed_is_wrong_and_is_never_left_out(evaluated):
