@@ -8,13 +8,15 @@
     python -m tests.benchmarks.real_learning [MODEL] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
 
 prints a line for each training as it ends, and appends it to .bench/real-learning.jsonl. Each way takes the rewards of the
-example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would teach nothing. Started
-again, it goes on.
+example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would teach nothing. Completions
+are drawn at temperature 1 (`--set rollout.temperature=0.7`: as the example does): what is drawn below 1 and learnt by cross
+entropy sharpens the policy at each update. Started again with the same settings, it goes on.
 """
 
 import argparse
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -31,7 +33,7 @@ from tests.benchmarks.__main__ import OUT
 from tests.real_model import real_model_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real-model"
-FOLDER = OUT / "real-learning"
+FOLDER = OUT.resolve() / "real-learning"
 SHOWN = ("rewards/complete/mean", "reward")
 EPOCHS = 3
 TRIED = 10
@@ -45,17 +47,18 @@ def main() -> None:
     asked.add_argument("--seeds", default="1,2,3")
     asked.add_argument("--ways", default="grpo,rejection,own,trl")
     asked.add_argument("--rates", default="")
-    asked.add_argument("--set", action="append", default=[])
+    asked.add_argument("--set", action="append", default=["rollout.temperature=1"])
     given = asked.parse_args()
+    folder = FOLDER / "+".join(given.set)
     try:
         model = real_model_folder(given.model)
     except FileNotFoundError as absent:
         print(f"skipped: {absent}; fix: MODEL=DIR")
         return
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for file in EXAMPLE.iterdir():
-        shutil.copy(file, FOLDER)
-    os.chdir(FOLDER)
+        shutil.copy(file, folder)
+    os.chdir(folder)
     for seed in map(int, given.seeds.split(",")):
         config = load_config("config.yaml", [f"model.path={model}", f"seed={seed}", *given.set])
         data = load_data(config, f"{seed}-data")
@@ -75,10 +78,13 @@ def measure(config: RunConfig, data: DataReport, name: str, model: ModelRef, **f
     done = Path(f"{name}-evaluation").exists()
     metrics = evaluate(config, model, data, f"{name}-evaluation").metrics
     shown = {key: [metrics[key].value, metrics[key].low, metrics[key].high] for key in SHOWN}
-    line = json.dumps({"name": name, **facts, **shown, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"})
+    conditions = {"temperature": config.rollout.temperature, "dtype": config.model.dtype, "threads": config.resources.num_threads}
+    conditions |= {"machine": platform.processor() or platform.machine(), "load": round(os.getloadavg()[0], 1)}
+    conditions["date"] = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+    line = json.dumps({"name": name, **facts, **shown, **conditions})
     print(line, flush=True)
     if not done:
-        with Path("../real-learning.jsonl").open("a", encoding="utf-8") as file:
+        with FOLDER.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
