@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_tasks.kit.cards import fastest_dtype
 from grpo_tasks.library import base_model, evaluate, load_data, train_stage
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
@@ -78,7 +79,8 @@ def measure(config: RunConfig, data: DataReport, name: str, model: ModelRef, **f
     done = Path(f"{name}-evaluation").exists()
     metrics = evaluate(config, model, data, f"{name}-evaluation").metrics
     shown = {key: [metrics[key].value, metrics[key].low, metrics[key].high] for key in SHOWN}
-    conditions = {"temperature": config.rollout.temperature, "dtype": config.model.dtype, "threads": config.resources.num_threads}
+    dtype = fastest_dtype("cpu") if config.model.dtype == "auto" else config.model.dtype
+    conditions = {"temperature": config.rollout.temperature, "dtype": dtype, "threads": config.resources.num_threads}
     conditions |= {"machine": platform.processor() or platform.machine(), "load": round(os.getloadavg()[0], 1)}
     conditions["date"] = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
     line = json.dumps({"name": name, **facts, **shown, **conditions})
