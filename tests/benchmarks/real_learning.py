@@ -7,10 +7,10 @@
 
     python -m tests.benchmarks.real_learning [MODEL] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
 
-prints a line for each training as it ends, appends it to .bench/real-learning.jsonl, and draws the curves of a seed. Each way takes the rewards of the
-example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would teach nothing. Completions
-are drawn at temperature 1 (`--set rollout.temperature=0.7`: as the example does): what is drawn below 1 and learnt by cross
-entropy sharpens the policy at each update. Started again with the same settings, it goes on.
+prints a line for each training as it ends, appends it to .bench/real-learning.jsonl, and draws the curves of a seed. Each way
+takes the rewards of the example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would
+teach nothing. Completions are drawn at temperature 1 (`--set rollout.temperature=0.7`: as the example does): what is drawn below
+1 and learnt by cross entropy sharpens the policy at each update. Started again with the same settings, it goes on.
 """
 
 import argparse
