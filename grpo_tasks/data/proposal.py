@@ -428,14 +428,15 @@ def _model_notes(reader: Reader) -> str:
     if hints.preset:
         notes += f"  # the nearest preset: grpo presets {hints.preset}\n"
     if hints.recurrent:
-        notes += "  # on a GPU install flash-linear-attention and causal-conv1d: without them its recurrent layers are much slower\n"
+        notes += "  # on a GPU install flash-linear-attention and causal-conv1d: its recurrent layers are much slower without\n"
     return notes
 
 
 def _thinking(reader: Reader) -> str:
-    """The setting that turns thinking off, where the template has one. A template that is not here is judged by the model's name."""
+    """The setting that turns thinking off, where the template has one. Where it is not here, the model's name decides."""
     by_name = bool(reader.note)
-    if not (NameHints.of(reader.path).can_think if by_name else "enable_thinking" in template_variables(reader.counter.tokenizer)):
+    known = "enable_thinking" in template_variables(reader.counter.tokenizer)
+    if not (NameHints.of(reader.path).can_think if by_name else known):
         return ""
     why = "its family can think; " if by_name else ""
     return f"  chat_template_kwargs: {{enable_thinking: false}}    # {why}true: it thinks first, in tokens of the completion\n"

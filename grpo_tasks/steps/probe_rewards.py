@@ -64,8 +64,9 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
     samples = pl.read_parquet(work.directory / SAMPLES)
     findings = run_lab(config, rows, _groups(samples), log=log)
     remove(work.directory / PARTS)
-    prompt = _first_prompt(config, played_of(samples["conversation"][0]).prompt if config.interaction.active else rows[0].messages)
-    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, prompt)
+    # An environment may begin otherwise than the row.
+    begun = played_of(samples["conversation"][0]).prompt if config.interaction.active else rows[0].messages
+    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, _first_prompt(config, begun))
 
 
 def _first_prompt(config: RunConfig, messages: Sequence[Message]) -> str:
