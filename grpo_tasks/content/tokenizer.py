@@ -33,6 +33,12 @@ _SYSTEM_START, _SYSTEM_END = "{#- system prompt of the training -#}", "{#- end o
 """Comments of the template around the part that `set_system_prompt` wrote."""
 _OF_CALLERS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now"}
 """Variables of a chat template that no setting is for."""
+_ASKED_FOR = re.compile(r"(?<![\w.])(\w+)(?: is (?:not )?(?:un)?defined\b| *\| *default\()")
+_DEFAULTS = (
+    re.compile(r"(?<![\w.])(\w+) is (?:not defined|undefined) *-?%}\s*{%-? *set +\1\b"),
+    re.compile(r"\bset +(\w+) *= *\1(?: *\| *default\(| if \1 is defined)"),
+)
+"""How a template sets a variable only where nobody has set it (gpt-oss, Nemotron 3). All others that it sets are its own."""
 _SYSTEM = (
     "{%- if not messages or messages[0]['role'] != 'system' %}"
     "{%- set messages = [{'role': 'system', 'content': PROMPT}] + messages %}"
@@ -134,8 +140,8 @@ def template_variables(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Variables that the chat template does without where nobody sets them, such as enable_thinking."""
     template = tokenizer.chat_template or ""
     text = "\n".join(template.values()) if isinstance(template, dict) else template
-    own = set(re.findall(r"\b(?:set|for) +(\w+)", text)) | _OF_CALLERS
-    return sorted(set(re.findall(r"(?<![\w.])(\w+) is (?:not )?defined", text)) - own)
+    own = set(re.findall(r"\b(?:set|for) +(\w+)", text)) - set().union(*(pattern.findall(text) for pattern in _DEFAULTS))
+    return sorted(set(_ASKED_FOR.findall(text)) - own - _OF_CALLERS)
 
 
 def _today(date: str) -> str:

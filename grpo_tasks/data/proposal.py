@@ -27,6 +27,7 @@ from grpo_tasks.content.tokenizer import template_variables
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.columns import ColumnChoice, Rows, candidates, left_out
 from grpo_tasks.data.judge import RowVerdict, judge
+from grpo_tasks.data.model_names import NameHints
 from grpo_tasks.data.normalise import DecimalCommas, normalise_column
 from grpo_tasks.data.records import CHAT_COLUMNS
 from grpo_tasks.data.sources import ROWS, load_sources, preview
@@ -385,8 +386,6 @@ completion:
     elif proposal.has_truth:
         completion = f"\ncompletion:\n  equality: {proposal.equality}    # exact | numeric | math | choice\n"
     reader, training = proposal.reader, proposal.reader.training
-    off = "  chat_template_kwargs: {enable_thinking: false}    # true: it thinks first, in tokens of the completion\n"
-    thinking = off if "enable_thinking" in template_variables(reader.counter.tokenizer) else ""
     counted = f"\n  # {_comment(reader.note)}" if reader.note else ""
     # The embedded model was made for float32: another precision would show other results than the pages.
     faster = "  dtype: auto    # bfloat16 where this machine is faster in it, else float32\n"
@@ -404,7 +403,7 @@ seed: 42
 model:
   path: {_scalar(reader.path)}    # a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a registered model NAME@champion;
                             # embedded:base is a tiny model that runs anywhere and knows only small sums
-{dtype}  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
+{_model_notes(reader)}{dtype}  lora: {{r: 16, lora_alpha: 32}}    # null: train every weight
 
 {_data(proposal)}
 validation:
@@ -415,12 +414,32 @@ refused; more stop the run{reasons}
 rollout:
   max_completion_length: {proposal.max_completion_length}    # tokens
   temperature: 1.0
-{thinking}
+{_thinking(reader)}
 {_stages(proposal)}
 evaluation: {{max_prompts: {training.eval_prompts}, num_samples: 4}}
 """
     check_config(parse_yaml(text, place=config_path), place=config_path)
     return text
+
+
+def _model_notes(reader: Reader) -> str:
+    """Comments about a model that its name says something about."""
+    hints, notes = NameHints.of(reader.path), ""
+    if hints.preset:
+        notes += f"  # the nearest preset: grpo presets {hints.preset}\n"
+    if hints.recurrent:
+        notes += "  # on a GPU install flash-linear-attention and causal-conv1d: its recurrent layers are much slower without\n"
+    return notes
+
+
+def _thinking(reader: Reader) -> str:
+    """The setting that turns thinking off, where the template has one. Where it is not here, the model's name decides."""
+    by_name = bool(reader.note)
+    known = "enable_thinking" in template_variables(reader.counter.tokenizer)
+    if not (NameHints.of(reader.path).can_think if by_name else known):
+        return ""
+    why = "its family can think; " if by_name else ""
+    return f"  chat_template_kwargs: {{enable_thinking: false}}    # {why}true: it thinks first, in tokens of the completion\n"
 
 
 def _data(proposal: Proposal) -> str:

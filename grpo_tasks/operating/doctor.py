@@ -24,7 +24,14 @@ from schemas.errors import ModelError, TrackingError, UserError
 from schemas.secret import hide
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
-OPTIONAL = ("bitsandbytes", "flash-attn", "trl")
+OPTIONAL = {
+    "bitsandbytes": "8-bit optimizers and base models",
+    "flash-attn": "attn_implementation: flash_attention_2",
+    "flash-linear-attention": "fast recurrent layers on a GPU (Qwen3.5, Qwen3-Next)",
+    "causal-conv1d": "fast recurrent layers on a GPU (Qwen3.5, LFM2, Granite 4 hybrid)",
+    "trl": "engine: trl",
+}
+"""What each is for."""
 POOL = "grpo"
 LOW_DISK_BYTES = 5 * 2**30
 
@@ -44,8 +51,8 @@ def findings() -> Iterator[Finding]:
     for package in PACKAGES:
         found = _version(package)
         yield Finding(package, found or "missing: pip install it, or run make demo in a checkout", found is not None)
-    for package in OPTIONAL:
-        yield Finding(package, _version(package) or "not installed (optional)", True)
+    for package, purpose in OPTIONAL.items():
+        yield Finding(package, _version(package) or f"not installed (optional, for {purpose})", True)
     yield _vllm(Path(VllmConfig().python))
     yield _device()
     yield from _prefect()

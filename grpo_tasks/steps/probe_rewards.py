@@ -9,8 +9,10 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.conversations import played_of
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.tokenizer import rendered_all, set_template_defaults, template_variables
+from grpo_tasks.data.offered_tools import with_offered_tools
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.statistics import wilson_interval
 from grpo_tasks.kit.files import remove
@@ -24,7 +26,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
-from schemas.prompts import PLAIN, PromptRow
+from schemas.prompts import PLAIN, Message, PromptRow
 from schemas.results.data import DataReport, LabCheck, LabReport, PromptsUsed
 from schemas.results.evaluation import CONFIDENCE
 from schemas.results.model import ModelRef
@@ -59,23 +61,23 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
     spec = SampleSpec.of(config, start, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
     half_width = partial(_half_width, config=config, rows=rows, log=log)
     used = sample_in_parts(spec, work.directory, config.lab, half_width, least=LEAST_PROMPTS, key=work.key)
-    findings = run_lab(config, rows, _groups(pl.read_parquet(work.directory / SAMPLES)), log=log)
+    samples = pl.read_parquet(work.directory / SAMPLES)
+    findings = run_lab(config, rows, _groups(samples), log=log)
     remove(work.directory / PARTS)
-    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, _first_prompt(config, rows))
+    # An environment may begin otherwise than the row.
+    begun = played_of(samples["conversation"][0]).prompt if config.interaction.active else rows[0].messages
+    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, _first_prompt(config, begun))
 
 
-def _first_prompt(config: RunConfig, rows: Sequence[PromptRow]) -> str:
-    """A chat as the model reads it, and the settings of its template; nothing where tools or environments write in the prompt."""
-    if config.interaction.active:
-        return ""
+def _first_prompt(config: RunConfig, messages: Sequence[Message]) -> str:
+    """A chat as the model reads it, offered tools included, and the settings of its template; nothing for a plain prompt."""
     from grpo_tasks.data.chat_tokens import load_counter
 
-    messages, given = rows[0].messages, config.rollout.chat_template_kwargs
     if messages[0]["role"] == PLAIN:
         return ""
-    tokenizer = load_counter(config.model).tokenizer
+    given, tokenizer = config.rollout.chat_template_kwargs, load_counter(config.model).tokenizer
     variables = [f"`{name}: {json.dumps(given[name]) if name in given else 'not set'}`" for name in template_variables(tokenizer)]
-    set_template_defaults(tokenizer, given)
+    set_template_defaults(tokenizer, with_offered_tools(config).rollout.chat_template_kwargs)
     with limited_templates(config.model.path):
         [text] = rendered_all(tokenizer, [messages], opened=True)
     return prompt_markdown(str(text), variables)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
+from trl import chat_template_utils as published
 from typer.testing import CliRunner
 
 from flows.cli.init import run_name
@@ -15,6 +16,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.answers.ground_truths import find_pattern
 from grpo_tasks.data.columns import ColumnChoice, candidates, left_out
+from grpo_tasks.data.model_names import THINKING, NameHints
 from grpo_tasks.data.proposal import data_settings, find_equality, find_unit
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.library import base_model, load_data, make, train_stage
@@ -525,6 +527,63 @@ def test_a_model_that_is_not_here_is_counted_with_the_embedded_one(here):
     assert "29 rows" not in output
     assert QWEN in (here / "long.yaml").read_text()
     assert load_config("long.yaml").validation.max_prompt_length > 3000
+
+
+@pytest.mark.parametrize(
+    ("model", "can_think"),
+    [
+        ("Qwen/Qwen3.5-0.8B", True),
+        ("Qwen/Qwen3.5-122B-A10B-FP8", True),
+        ("Qwen/Qwen3.8-27B", True),
+        ("Qwen/Qwen3-0.6B", True),
+        ("unsloth/Qwen3-30B-A3B", True),
+        ("Qwen/Qwen3-4B-Instruct-2507", False),
+        ("Qwen/Qwen3-4B-Thinking-2507-FP8", False),
+        ("Qwen/Qwen3-VL-4B-Instruct", False),
+        ("Qwen/Qwen3.5-0.8B-Base", False),
+        (QWEN, False),
+        ("acme/model", False),
+    ],
+)
+def test_a_name_says_whether_an_absent_model_can_think(model, can_think):
+    assert NameHints.of(model).can_think == can_think
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"),
+    [
+        ("Qwen/Qwen3.5-0.8B", "gsm8k-qwen3.5-0.8b"),
+        ("Qwen/Qwen3.5-2B", "gsm8k-qwen3.5-2b"),
+        ("Qwen/Qwen3.5-9B", "gsm8k-qwen3.5-4b"),
+        (QWEN, "gsm8k-qwen2.5-0.5b"),
+        ("Qwen/Qwen2.5-0B", None),
+        ("Qwen/Qwen3-0.6B", None),
+        ("embedded:base", None),
+    ],
+)
+def test_the_nearest_preset_is_of_the_same_family(model, preset):
+    assert NameHints.of(model).preset == preset
+
+
+def test_the_families_that_can_think_have_the_setting_in_their_templates():
+    """As TRL ships the templates; that of Qwen3-Instruct-2507 has none."""
+    for family in THINKING:
+        names = [f"{family.replace('.', '_')}{kind}_chat_template" for kind in ("", "_think", "_nothink")]
+        templates = [getattr(published, name) for name in names if hasattr(published, name)]
+        assert templates
+        assert all("enable_thinking" in template for template in templates)
+    assert "enable_thinking" not in published.qwen3_instruct_2507_chat_template
+
+
+def test_an_absent_qwen35_gets_thinking_off_a_preset_and_packages(here):
+    init("sums.jsonl", "--yes", "--model", "Qwen/Qwen3.5-0.8B")
+    assert load_config("sums.yaml").rollout.chat_template_kwargs == {"enable_thinking": False}
+    written = (here / "sums.yaml").read_text()
+    assert "grpo presets gsm8k-qwen3.5-0.8b\n" in written
+    assert "flash-linear-attention and causal-conv1d" in written
+    init("sums.jsonl", "--yes", "--force", "--model", QWEN)
+    assert "enable_thinking" not in (here / "sums.yaml").read_text()
+    assert "causal-conv1d" not in (here / "sums.yaml").read_text()
 
 
 @pytest.mark.parametrize("given", ["no/such/folder", "./none", "sums.jsonl"])

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from flows.sweeps.variant import variant_flow
 from grpo_tasks.kit import cards
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import database_url, mlflow_environment, prefect_environment
-from grpo_tasks.operating.doctor import _device, _mlflow
+from grpo_tasks.operating.doctor import OPTIONAL, PACKAGES, _device, _mlflow, findings
 from grpo_tasks.operating.servers import Stack
 from schemas.errors import UserError
 
@@ -115,6 +116,14 @@ def test_doctor_names_a_gpu_that_torch_cannot_use(monkeypatch):
     assert not found.ok
     assert "2 GPUs that torch cannot use: the driver is 535.104.05" in found.detail
     assert "fix: install driver 580 or newer" in found.detail
+
+
+def test_doctor_says_what_a_missing_optional_package_is_for(monkeypatch):
+    monkeypatch.setattr("grpo_tasks.operating.doctor._version", lambda package: "1.0" if package in PACKAGES else None)
+    found = {one.subject: one for one in islice(findings(), 1 + len(PACKAGES) + len(OPTIONAL))}
+    for package in ("flash-linear-attention", "causal-conv1d"):
+        assert found[package].ok
+        assert "not installed (optional, for fast recurrent layers on a GPU" in found[package].detail
 
 
 def test_doctor_opens_database_and_artifacts_without_a_server(tmp_path, monkeypatch):

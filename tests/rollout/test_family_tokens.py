@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 from trl import chat_template_utils as published
 
+from grpo_tasks.content.tokenizer import set_template_defaults
 from grpo_tasks.rollout.conversations import TurnTokens
 
 MISTRAL = (
@@ -39,9 +40,9 @@ def tokenizer_of(tokenizer):
     return make
 
 
-def turn_of(number):
+def turn_of(number, words=""):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": number}}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}, {
+    return {"role": "assistant", "content": words, "tool_calls": [call]}, {
         "role": "tool",
         "name": "add",
         "content": f"{number} more",
@@ -65,7 +66,7 @@ def test_five_turns_of_calls_are_the_text_of_the_chat_template(tokenizer_of, nam
 
     ids = tokens.prompt(chat)
     for number in range(5):
-        turn, answer = turn_of(number)
+        turn, answer = turn_of(number, f"<think>\nIt is {number}.\n</think>\n\n" if name == "qwen3_5_think" else "")
         before = text(chat, opened=True)
         # GLM's template writes the end of a turn with calls only where an answer follows.
         after = text([*chat, turn, answer], opened=False)
@@ -77,6 +78,22 @@ def test_five_turns_of_calls_are_the_text_of_the_chat_template(tokenizer_of, nam
         ids += said[1:] if said[:1] == ids[-1:] else said
         chat += [turn, answer]
     assert made.decode(ids) == text(chat, opened=True)
+    assert ("It is 0." in made.decode(ids)) == (name == "qwen3_5_think"), "reasoning stays where nobody asks anything new"
+
+
+@pytest.mark.parametrize(("settings", "same"), [({}, False), ({"preserve_thinking": True}, True)])
+def test_sampled_reasoning_stays_where_a_template_would_strip_it(tokenizer_of, settings, same):
+    """A client of the deployed model has the same history only where its template keeps reasoning."""
+    made = tokenizer_of("qwen3_6")
+    set_template_defaults(made, settings)
+    tokens, chat = TurnTokens(made), [{"role": "user", "content": "Guess."}]
+    sampled = "It is 7.\n</think>\n\n7"
+    turn, answer = {"role": "assistant", "content": f"<think>\n{sampled}"}, {"role": "user", "content": "Lower."}
+    ids = tokens.prompt(chat) + made(f"{sampled}<|im_end|>", add_special_tokens=False)["input_ids"]
+    ids += tokens.after(chat, turn, [answer], closed=True)
+    assert "It is 7." in made.decode(ids)
+    shown = made.apply_chat_template([*chat, turn, answer], add_generation_prompt=True, tokenize=False)
+    assert (made.decode(ids) == shown) == same
 
 
 @pytest.mark.parametrize("name", NAMES)
