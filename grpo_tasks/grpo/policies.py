@@ -24,7 +24,7 @@ from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, Leeway, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base, trainable_policy
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
-from grpo_tasks.policy.recurrent_layers import recurrent_layers
+from grpo_tasks.policy.recurrent_layers import lost_gradient, recurrent_layers
 from grpo_tasks.policy.sharded import every_process, shard
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError, Notice
@@ -175,6 +175,7 @@ class Policies:
             module.eval()
         try:
             scores = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout)
+            lost = lost_gradient(self.model, tokens) if layout == "packed" else None
         except Exception as error:  # whatever a strange layer raises in a layout that it was not written for
             if is_out_of_memory(error):
                 raise
@@ -187,7 +188,7 @@ class Policies:
             [row[:length] for row, length in zip(each, lengths, strict=True)] for each in (scores.logps, scores.entropies)
         )
         found = ForwardScores(logps, entropies)
-        return leeway.fault(found.difference(truth))
+        return leeway.fault(found.difference(truth)) or lost
 
     def _switch_adapters(self, *, to_reference: bool) -> None:
         assert isinstance(self.model, PeftModel)

@@ -3,11 +3,12 @@
 A mixer is found by what it can do and not by its name: it has a number among the layers and a depthwise convolution, and its
 forward pass takes a cache. Its class is replaced by one that hands the pass to `shared_prompt.recur` (attention/recurrent.py) and
 is the old one without a shared prompt. What a mixer of a new kind then computes is compared with the model's own forward pass
-before it is used, like everything else (forward_check.py).
+before it is used, like everything else (forward_check.py). That shows values only, and a kernel may return the right state
+without a gradient; so the trainer looks at gradients too (`lost_gradient`).
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -23,9 +24,16 @@ from grpo_tasks.attention.shared_prompt import Mixer, PackedRow, SharedPrompt, n
 from grpo_tasks.policy.batch import TokenBatch, position_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.lean_layers import published_class, subclass_of
+from grpo_tasks.policy.sharded import forward_pass
 
 SCAN = "mamba_selective_scan"
 """What transformers calls the scan of Mamba 1, in every model that has it."""
+
+GRADIENT_TOLERANCE = 0.1
+"""Largest difference of the gradient at a token of a prompt, as a share of its norm. Rounding in 16 bits explains 0.02. Where a
+state has lost its gradient, the tokens before the reach of the convolution get none, and the share is 1."""
+FAINT = 1e-4
+"""Gradients below this share of the largest one at a token are rounding."""
 
 _DONE = "_mixers_share_prompts"
 """Attribute of a model whose mixers have been found. A copy of the model has it, and their classes and hooks."""
@@ -146,6 +154,57 @@ def encode_contexts(model: CausalLM, batch: TokenBatch) -> Contexts:
     if nothing:
         contexts.states = {layer: states.begin(torch.zeros_like) for layer, states in contexts.states.items()}
     return contexts
+
+
+class GradientCheck(PackedAttention):
+    """Compares the gradient that completions send to their prompts through a state with that of rows which carry none."""
+
+    def __init__(self, row: PackedRow, layers: Container[int]) -> None:
+        # As of `Contexts`: nobody reads what comes after the last layer.
+        super().__init__(row, torch.zeros(1, dtype=torch.long, device=row.device), last_layer=-1)
+        self.layers = layers
+        self.wrong: list[int] = []
+        """Those of the layers whose gradient differs."""
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Float[Tensor, "1 L H"]) -> Float[Tensor, "1 L H"]:
+        """See `SharedPrompt`."""
+        if layer not in self.layers:
+            return super().recur(layer, mixer, hidden)
+        row, inputs = self.row, hidden.detach().requires_grad_()
+        end = sum(row.prompt_lengths)
+        with torch.enable_grad():
+            mixed = super().recur(layer, mixer, inputs)
+            prompts, owns = inputs[0, :end].split(row.prompt_lengths), inputs[0, end:].split(row.own_lengths)
+            alone = [
+                mixer(torch.cat([prompts[prompt], own])[None], RecurrentStates(), None)[0, -len(own) :]
+                for prompt, own in zip(row.prompts_of, owns, strict=True)
+            ]
+            slopes = torch.randn(mixed[0, end:].shape, generator=torch.Generator().manual_seed(0)).to(mixed)
+            found, true = (torch.autograd.grad(out, inputs, slopes)[0][0, :end] for out in (mixed[0, end:], torch.cat(alone)))
+        off, size = (found.float() - true.float()).norm(dim=-1), true.float().norm(dim=-1)  # [S] of all prompts
+        # Not `>`, which is false of nan.
+        if not (off <= GRADIENT_TOLERANCE * (size + FAINT * size.max())).all():
+            self.wrong.append(layer)
+        return mixed.detach()
+
+
+@torch.no_grad()
+def lost_gradient(model: CausalLM, batch: TokenBatch) -> str | None:
+    """What is wrong with the gradients through the states at the ends of prompts; None if nothing, or without such layers.
+
+    Of one layer of each class, not of the complete model: there, a lost state may take away less than rounding in 16 bits does.
+    """
+    mixers = recurrent_layers(model)
+    first = {type(mixer): layer for layer, mixer in reversed(mixers.items())}
+    if not first:
+        return None
+    packed = batch.packed
+    row = PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, packed.ids.device)
+    check = GradientCheck(row, first.values())
+    inputs = {"input_ids": packed.ids, "position_ids": packed.positions, "attention_mask": no_mask(packed.ids.device)}
+    forward_pass(model, lambda: decoder_of(model)(**inputs, use_cache=False, shared_prompt=check))
+    names = [published_class(cast(nn.Module, mixers[layer])).__name__ for layer in check.wrong]
+    return f"{', '.join(names)} loses gradients at the end of a prompt" if names else None
 
 
 # The compiler would compile the layer again for each pass, whose index tensors differ.

@@ -13,16 +13,18 @@ from grpo_tasks.policy.sharded import every_process, gather_shards, shard
 from tests.attention.reference_kernel import masked_way
 from tests.attention.test_packed_attention import BATCHES, MODELS, model_of
 from tests.gpu.conftest import on_device
+from tests.policy.test_recurrent_layers import hybrid
 from tests.ports import free_ports
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma3-window-16"]
+RECURRENT = ["qwen3_5_text", "bamba"]
+"""Of the zoo: Gated DeltaNet and Mamba 2, by the kernels that are installed."""
 
 
 def policy_of(name):
+    base = hybrid(name) if name in RECURRENT else model_of(MODELS[name])
     torch.manual_seed(3)
-    policy = get_peft_model(
-        model_of(MODELS[name]).requires_grad_(False), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    )
+    policy = get_peft_model(base.requires_grad_(False), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     with torch.no_grad():
         for key, parameter in policy.named_parameters():
             if "lora_B" in key:
@@ -56,7 +58,7 @@ def assert_same(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("layout", ["packed", "plain"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ARCHITECTURES + RECURRENT)
 def test_float32_scores_and_gradients_are_those_of_a_cpu(name, layout, device):
     policy = policy_of(name)
     wanted = results(policy, batch_on(torch.device("cpu")), layout)
@@ -79,7 +81,7 @@ def test_the_way_with_a_mask_gives_the_numbers_of_a_cpu(name, device, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ARCHITECTURES + RECURRENT)
 def test_16_bit_scores_are_near_those_of_float32(name, dtype, device):
     policy = policy_of(name)
     exact = results(policy, batch_on(torch.device("cpu")))

@@ -1,12 +1,15 @@
 """Layers with a state of their own over a packed row, against transformers' own forward pass of every completion alone."""
 
 import copy
+import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.bamba import modeling_bamba
 from transformers.models.jamba import modeling_jamba
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from grpo_tasks.attention.recurrent import RecurrentStates
 from grpo_tasks.policy.load import checkpoint_layers, new_policy
@@ -132,10 +135,60 @@ def test_a_kernel_whose_last_state_has_no_gradient_costs_no_gradient(monkeypatch
 
 
 def test_a_trainer_whose_states_are_lost_trains_in_the_slow_way(monkeypatch):
-    policy = new_policy(hybrid("lfm2").requires_grad_(False), ModelConfig())
     monkeypatch.setattr(RecurrentStates, "begin", lambda *_: RecurrentStates(continues=True))
     with pytest.warns(Notice, match="encoded once for all"):
-        scorer(policy, ModelRef(path="none"), ModelConfig(path="none"))()
+        score_once("lfm2")
+
+
+KERNELS = {
+    "qwen3_5_text": (modeling_qwen3_5, "torch_chunk_gated_delta_rule", "initial_state"),
+    "bamba": (modeling_bamba, "mamba2_chunk_scan", "initial_states"),
+}
+"""Kernels that take and return a state. That of Mamba 1 does neither (`_scan`), and a short convolution has none."""
+LOSES = r"encoded once for all: \w+ loses gradients at the end of a prompt"
+
+
+@pytest.mark.parametrize("state", ["initial", "final"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_without_gradient_of_its_state_trains_in_the_slow_way(name, state, monkeypatch):
+    module, kernel, argument = KERNELS[name]
+    whole = getattr(module, kernel)
+
+    def cut(given):
+        return given.detach() if torch.is_tensor(given) else given
+
+    def without(*args, **kwargs):
+        if state == "initial":
+            return whole(*args, **kwargs | {argument: cut(kwargs.get(argument))})
+        found = whole(*args, **kwargs)
+        return (found[0], cut(found[1])) if isinstance(found, tuple) else found
+
+    monkeypatch.setattr(module, kernel, without)
+    with pytest.warns(Notice, match=LOSES):
+        score_once(name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_handed_over_without_gradient_lead_to_the_slow_way(name, monkeypatch):
+    begin = RecurrentStates.begin
+    monkeypatch.setattr(RecurrentStates, "begin", lambda self, take: begin(self, lambda state: take(state).detach()))
+    with pytest.warns(Notice, match=LOSES):
+        score_once(name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_states_with_their_gradient_are_no_reason_for_the_slow_way(name, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        score_once(name, dtype=dtype)
+
+
+def score_once(name, **settings):
+    """As a trainer's first pass, which looks for a way to compute it."""
+    config = ModelConfig(path="none", **settings)
+    policy = new_policy(hybrid(name).requires_grad_(False).to(getattr(torch, config.dtype)), config)
+    scorer(policy, ModelRef(path="none"), config)()
 
 
 def test_the_kernels_of_mixers_are_named():

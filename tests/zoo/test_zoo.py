@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.zoo import measure as measuring
 from tests.zoo.kinds import LEFT_OUT, ZOO
-from tests.zoo.measure import MAIN, PATH, measure, row
+from tests.zoo.measure import PATH, QUICK, measure, row
 
 TABLE = json.loads(PATH.read_text(encoding="utf-8"))
 
@@ -42,8 +42,8 @@ def test_a_policy_that_leaves_out_the_scale_of_its_logits_is_found(monkeypatch, 
 
 
 @pytest.mark.filterwarnings("ignore")  # those of our own are part of the verdict; peft has a few for odd layers
-@pytest.mark.parametrize("name", [name if name in MAIN else pytest.param(name, marks=pytest.mark.long) for name in ZOO])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ZOO])
 def test_a_zoo_model_trains_samples_and_merges_like_transformers_and_peft(name, tmp_path_factory):
-    verdict = measure(name, tmp_path_factory.mktemp("zoo-model"), whole=name not in MAIN)
+    verdict = measure(name, tmp_path_factory.mktemp("zoo-model"), whole=name not in QUICK)
     assert verdict.faults == []
     assert row(verdict) == TABLE["models"][name]
