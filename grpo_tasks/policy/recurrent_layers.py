@@ -4,7 +4,7 @@ A mixer is found by what it can do and not by its name: it has a number among th
 forward pass takes a cache. Its class is replaced by one that hands the pass to `shared_prompt.recur` (attention/recurrent.py) and
 is the old one without a shared prompt. What a mixer of a new kind then computes is compared with the model's own forward pass
 before it is used, like everything else (forward_check.py). That shows values only, and a kernel may return the right state
-without a gradient; so the trainer looks at gradients too (`lost_gradient`).
+without a gradient; so the trainer compares gradients too (`lost_gradient`).
 """
 
 import inspect
