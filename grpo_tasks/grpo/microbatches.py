@@ -7,6 +7,7 @@ keeps them). How an update is split changes rounding only.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -185,18 +186,35 @@ def _by_tokens(live: Sequence[int], rollout: Rollout, indices: Sequence[int], bu
     longest: dict[int, int] = {}
     for row in live:
         longest[prompt_of[row]] = max(longest.get(prompt_of[row], 0), tokens[row])
-
-    def size_of(rows: Sequence[int]) -> int:
-        completions = [tokens[row] for row in rows]
-        prompts = [len(rollout.prompts[prompt]) for prompt in {prompt_of[row] for row in rows}]
-        return sum(len(each) * max(each) if padded else sum(each) for each in (completions, prompts))
-
     filled: list[list[int]] = []
+    completions, prompts, seen = _Spans(), _Spans(), set[int]()
     for row in sorted(live, key=lambda row: (longest[prompt_of[row]], prompt_of[row], tokens[row], row)):
-        if not filled or size_of([*filled[-1], row]) > budget:
+        prompt = prompt_of[row]
+        more, begun = completions.with_one(tokens[row]), prompts
+        if prompt not in seen:
+            begun = prompts.with_one(len(rollout.prompts[prompt]))
+        if not filled or more.size(padded=padded) + begun.size(padded=padded) > budget:
             filled.append([])
+            seen = set()
+            more, begun = _Spans().with_one(tokens[row]), _Spans().with_one(len(rollout.prompts[prompt]))
         filled[-1].append(row)
+        seen.add(prompt)
+        completions, prompts = more, begun
     return filled
+
+
+class _Spans(NamedTuple):
+    """Prompts, or completions, of a microbatch."""
+
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def with_one(self, tokens: int) -> "_Spans":
+        return _Spans(self.rows + 1, self.tokens + tokens, max(self.longest, tokens))
+
+    def size(self, *, padded: bool) -> int:
+        return self.rows * self.longest if padded else self.tokens
 
 
 def _assemble(

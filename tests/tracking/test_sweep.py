@@ -141,11 +141,11 @@ def test_a_new_best_run_replaces_every_figure(grid, client):
 
 
 def test_the_table_shows_the_figure_that_decides():
-    figures = {"reward_mean/complete": Interval(value=0.9, low=0.8, high=1.0), "reward": Interval(value=6.5, low=6.0, high=7.0)}
-    end = VariantEnd(key="k", state="finished", seconds=1.0, metric="reward_mean/complete", figures=figures)
+    figures = {"rewards/complete/mean": Interval(value=0.9, low=0.8, high=1.0), "reward": Interval(value=6.5, low=6.0, high=7.0)}
+    end = VariantEnd(key="k", state="finished", seconds=1.0, metric="rewards/complete/mean", figures=figures)
     lines = [SweepLine(number=number, label=str(number), settings={"rate": "1e-3"}, seed=number, end=end) for number in (1, 2)]
     result = SweepResult(lines=lines, run_id="r", experiment_id="1", tracking_uri="")
-    assert [(row["reward mean/complete"], row["reward"]) for row in cells(result)] == [("0.9 (0.8 to 1)", "6.5 (6 to 7)")] * 2
+    assert [(row["rewards/complete/mean"], row["reward"]) for row in cells(result)] == [("0.9 (0.8 to 1)", "6.5 (6 to 7)")] * 2
     one, means = markdown(result).split("Mean over the seeds that finished:")
     assert "| 0.9 (0.8 to 1) | 6.5 (6 to 7) |" in one
     assert "| `1e-3` | 2 of 2 | 0.9 | 6.5 |" in means
