@@ -59,7 +59,7 @@ audit: $(READY) ## list known vulnerabilities of the installed packages (needs t
 check: lint types coverage shapes ## run what CI runs: lint, types, coverage, shapes, and all tests but the long ones, and those of test-ci
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" $(COVERED:%=--ignore=%) $(SHAPED:%=--ignore=%) --durations=10 $(ARGS)
 
-bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
+bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts, share of the machine's rate (half an hour)
 	$(BIN)/python -m tests.benchmarks
 
 bench-real: $(READY) ## what a real language model costs on the CPU, and what it learns, beside TRL and others (MODEL=DIR; hours)

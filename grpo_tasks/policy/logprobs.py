@@ -9,10 +9,11 @@ gradient at once; one that is trained is recomputed in the backward pass (gradie
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -158,26 +159,27 @@ def score_tokens(
         return logps, entropies
 
     def score(
-        chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"], found: Float[Tensor, " m"] | None
-    ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+        chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"]
+    ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"], Bool[Tensor, " m"] | None]:
         logp = _at_temperature(head(chunk), temperature).log_softmax(-1)
-        if found is not None:
-            found.copy_(logp.detach().argmax(-1) == wanted)
+        hit = logp.detach().argmax(-1) == wanted if hits is not None else None
         if entropy_gradients:
             entropy = -(logp.exp() * logp).sum(-1)
         else:
             with torch.no_grad():
                 # mul_ works in place: exp() has just made a tensor that nothing else uses.
                 entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
+        return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy, hit
 
-    if len(targets) <= rows:
-        return score(hidden, targets, hits)
-    # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass.
-    chunks = zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True)
-    # A second run of a chunk writes the same hits again.
-    scored = [checkpoint(score, chunk, wanted, found, use_reentrant=False) for chunk, wanted, found in chunks]
-    return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+    # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass. One chunk
+    # alone would have its logits a second time for nothing.
+    chunks = list(zip(hidden.split(rows), targets.split(rows), strict=True))
+    again = partial(checkpoint, score, use_reentrant=False) if len(chunks) > 1 else score
+    scored = [again(chunk, wanted) for chunk, wanted in chunks]
+    if hits is not None:
+        # Here, and not chunk by chunk: a checkpoint refuses inputs that something changes before it runs them again.
+        hits.copy_(torch.cat([hit for _, _, hit in scored if hit is not None]))
+    return torch.cat([logp for logp, _, _ in scored]), torch.cat([entropy for _, entropy, _ in scored])
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:

@@ -4,74 +4,28 @@ Times of one run mean something only beside each other; the ratios are what is p
 """
 
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from schemas.paths import resolve
+from tests.benchmarks.comparison import Line, best, child, report
 from tests.benchmarks.noisy import GOAL, MOST_COMPLETIONS
+from tests.benchmarks.real import share_lines
 from tests.benchmarks.sides import Work
+from tests.real_model import real_model_folder
 from tests.zoo import build as zoo
 
-OUT = Path(".bench")
-PARTS = {"results": "--cpu", "results-noisy": "--noisy"}
+PARTS = {"results": "--cpu", "results-noisy": "--noisy", "results-real": "--real"}
 """The options that choose one part."""
-TURNS = 2
-"""Each side of a step is run so many times, in turns; the better one counts, for noise only ever adds."""
 LEARNING_UPDATES = 40
 SEEDS = (1, 2, 3)
 NOISY_SEEDS = (1, 2, 3, 4, 5, 6)
 """Three seeds mislead here."""
-
-
-@dataclass
-class Line:
-    """One comparison."""
-
-    name: str
-    what: str
-    unit: str
-    ours: float
-    theirs: float
-    higher_is_better: bool = False
-    promised: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """How many times better ours is."""
-        return self.ours / self.theirs if self.higher_is_better else self.theirs / self.ours
-
-
-def child(module: str, *arguments: str) -> dict[str, Any]:
-    """What a benchmark process prints last."""
-    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def step(side: str, work: Work) -> dict[str, float]:
-    """Timing of one side's update."""
-    return child("sides", side, json.dumps(asdict(work)))
-
-
-def best(sides: list[tuple[str, Work]]) -> list[dict[str, float]]:
-    """Timings of several sides, run in turns; for each the turn with the shortest step."""
-    turns = [[step(side, work) for side, work in sides] for _ in range(TURNS)]
-    return [min((turn[index] for turn in turns), key=lambda timing: timing["step_s"]) for index in range(len(sides))]
 
 
 def shortcut_lines(work: Work) -> list[Line]:
@@ -178,29 +132,24 @@ def _completions(run: dict[str, Any]) -> int:
     return int(run["reached"] or MOST_COMPLETIONS)
 
 
-def report(name: str, lines: list[Line], seconds: float) -> None:
-    """Print the comparisons, and write them to `.bench/<name>.json`."""
-    table = Table("what", "ours", "theirs", "ratio", "promised", title=f"ours and theirs, {seconds:.0f} s")
-    for line in lines:
-        promised = "" if line.promised is None else f"{line.promised:g}"
-        table.add_row(line.what, f"{line.ours:.4g} {line.unit}", f"{line.theirs:.4g} {line.unit}", f"{line.ratio:.2f}", promised)
-    Console(width=130).print(table)
-    OUT.mkdir(exist_ok=True)
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
-    content = {line.name: {"ours": line.ours, "theirs": line.theirs, "ratio": line.ratio, "unit": line.unit} for line in lines}
-    content["machine"] = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()} | versions
-    content["date"] = datetime.now(UTC).date().isoformat()
-    (OUT / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def real_lines() -> list[Line]:
+    """How much of what the cores can multiply a real language model reaches; nothing where there is none."""
+    try:
+        return share_lines(str(real_model_folder(None)))
+    except FileNotFoundError as absent:
+        print(f"shares of the machine's rate skipped: {absent}")
+        return []
 
 
 def main() -> None:
     """Measure one part, or all; each is printed and written when it is known."""
-    parts = {"results": cpu_lines, "results-noisy": noisy_lines}
+    parts = {"results": cpu_lines, "results-noisy": noisy_lines, "results-real": real_lines}
     chosen = [name for name in parts if not sys.argv[1:] or sys.argv[1] == PARTS[name]]
     for name in chosen:
         began = time.monotonic()
         lines = parts[name]()
-        report(name, lines, time.monotonic() - began)
+        if lines:
+            report(name, lines, time.monotonic() - began)
 
 
 if __name__ == "__main__":

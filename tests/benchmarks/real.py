@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -22,7 +23,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_tasks.policy.logprobs import chunk_rows
-from tests.benchmarks.__main__ import OUT, Line, best, report
+from tests.benchmarks.comparison import OUT, Line, best, report
 from tests.benchmarks.sides import Work
 from tests.real_model import real_model_folder
 
@@ -127,6 +128,21 @@ def beside_trl(work: Work) -> list[Line]:
     ]
 
 
+def measured(compare: Callable[[Work], list[Line]], folder: str, work: Work) -> list[Line]:
+    """In both dtypes. Each line is printed as it is known, because all of it takes half an hour."""
+    lines = []
+    for dtype in ("float32", "bfloat16"):
+        for line in compare(replace(work, model=folder, dtype=dtype)):
+            print(f"{line.what}: {line.ours:.4g} and {line.theirs:.4g} {line.unit}, {line.ratio:.2f}", flush=True)
+            lines.append(line)
+    return lines
+
+
+def share_lines(folder: str) -> list[Line]:
+    """Shares of the machine's rate, in both dtypes."""
+    return measured(shares, folder, SHORT)
+
+
 def main() -> None:
     """Measure, print and write."""
     try:
@@ -135,14 +151,9 @@ def main() -> None:
         print(f"skipped: {absent}; fix: MODEL=DIR, a folder with config.json, safetensors and a tokenizer")
         return
     began = time.monotonic()
-    asked = [(shares, SHORT), *([] if "--share" in sys.argv else [(beside_trl, SHORT), (beside_trl, LONG)])]
-    lines = []
-    for measure, work in asked:
-        for dtype in ("float32", "bfloat16"):
-            for line in measure(replace(work, model=folder, dtype=dtype)):
-                # Now, because all of it takes half an hour.
-                print(f"{line.what}: {line.ours:.4g} and {line.theirs:.4g} {line.unit}, {line.ratio:.2f}", flush=True)
-                lines.append(line)
+    lines = share_lines(folder)
+    if "--share" not in sys.argv:
+        lines += measured(beside_trl, folder, SHORT) + measured(beside_trl, folder, LONG)
     report("real", lines, time.monotonic() - began)
     load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {THREADS} threads, load {load}; written to {OUT / 'real.json'}")

@@ -32,7 +32,7 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
 from schemas.results.model import ModelRef
-from tests.benchmarks.__main__ import OUT
+from tests.benchmarks.comparison import OUT
 from tests.real_model import real_model_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real-model"

@@ -436,6 +436,28 @@ def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, eq
     assert [json.loads(line)["step"] for line in (tmp_path / "stage" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.real
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("file", "equality"), FILES)
+def test_every_shared_file_gets_a_config_for_a_real_model(tmp_path, real_model, file, equality):
+    if not SHARED.exists():
+        pytest.skip(f"no shared data at {SHARED}")
+    init(SHARED / file, "--yes", "--model", real_model, "--out", tmp_path / "made.yaml")
+    config = load_config(tmp_path / "made.yaml", ["rollout.max_completion_length=8", "lab.num_prompts=2"])
+    assert config.model.path == str(real_model)
+    if equality:
+        assert config.completion.equality == equality
+    data = load_data(config, tmp_path / "data")
+    assert data.train_rows > 0
+    checks = make(probe_rewards, tmp_path / "lab", config, base_model(config), data).checks
+    assert checks
+    assert [check for check in checks if check.outcome == "failed"] == []
+    small = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    last = config.stages[-1].model_copy(update=small)
+    assert train_stage(config, last, data, tmp_path / "stage").steps == 1
+
+
 def test_the_only_file_is_taken_and_a_config_never_overwritten_without_force(here):
     assert "grpo validate sums.yaml" in init("--yes")
     config = load_config("sums.yaml")

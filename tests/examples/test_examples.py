@@ -175,6 +175,30 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
         assert ("accuracy" in measured) == ("accuracy" in FIGURES[name])
 
 
+ON_REAL_MODEL = QUICK | {
+    "stages.0.per_device_train_batch_size": 8,
+    "stages.1.per_device_train_batch_size": 8,
+    "rollout.max_completion_length": 16,
+    "lab.num_prompts": 2,
+    "evaluation.max_prompts": 2,
+    "evaluation.max_truncated": 1.0,
+}
+
+
+@pytest.mark.real
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "own-model"] + [REAL_MODEL])
+def test_an_example_runs_on_a_real_model(name, real_model, tmp_path, prefect_api):
+    """Two updates a stage teach nothing; template, tokens, calls, rewards and merge are those of a model of other people."""
+    shutil.copytree(EXAMPLES / name, tmp_path / "mine")
+    place = Place(tmp_path / "mine", prefect_api)
+    config = yaml.safe_load((EXAMPLES / name / "config.yaml").read_text(encoding="utf-8"))
+    short = {key: value for key, value in ON_REAL_MODEL.items() if not key.startswith("stages.1") or len(config["stages"]) > 1}
+    shown = place.grpo("run", "config.yaml", *overrides(short | {"model.path": real_model}), timeout=1700)
+    assert f"{config['name']} version 1" in shown
+
+
 def require_version(place, name, shown):
     """Every row was accepted, and the model is registered."""
     assert f"{name} version 1" in shown

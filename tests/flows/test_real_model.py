@@ -1,10 +1,10 @@
 """A pretrained model of 30 layers and 49,152 tokens: two updates of each stage, killed and resumed; what users do with it."""
 
+import shutil
 import signal
 import time
 from types import SimpleNamespace
 
-import mlflow
 import psutil
 import pytest
 import torch
@@ -26,9 +26,12 @@ from schemas.results.evaluation import EvalReport
 from schemas.results.model import MergeSpec, ModelRef, StageResult
 from tests.flows.contents import contents, differences
 from tests.flows.place import SMALL, Place, wait_for_step
+from tests.rollout.servers import PYTHON
+from tests.tracking.test_served import post, serving
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(7200)]
 
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STAGE = SMALL["stages"][0] | {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "save_steps": 1}
 REWARD = """
 def letters(completions, **columns):
@@ -56,11 +59,12 @@ def config_of(model):
 def make_place(real_model, tmp_path_factory, prefect_api):
     """A new folder with the config of a short run."""
 
-    def make(**changes):
+    def make(rollout=None, **changes):
         place = Place(tmp_path_factory.mktemp("real"), prefect_api)
         place.write("rewards.py", REWARD)
         config = config_of(real_model)
-        place.write("small.yaml", yaml.safe_dump(config | {"model": config["model"] | changes}))
+        config |= {"model": config["model"] | changes, "rollout": config["rollout"] | (rollout or {})}
+        place.write("small.yaml", yaml.safe_dump(config))
         return place
 
     return make
@@ -75,7 +79,27 @@ def whole(make_place):
 
 
 def test_a_real_model_goes_through_the_chain_and_survives_a_kill(make_place, whole):
-    killed = make_place()
+    wanted = require_same_after_a_kill(make_place(), whole)
+    assert [steps for _, steps in wanted["adapters"].values()] == [2, 2]
+    assert len({sha256 for sha256, _ in wanted["adapters"].values()}) == 2
+    assert len(wanted["merged"]) == len(wanted["versions"]) == 1
+    [lab] = whole.root.glob("runs/small/probe_rewards/*/result.json")
+    assert {one.stage for one in LabReport.load(lab).forecasts} == {"format", "correctness"}
+    reports = [EvalReport.load(path) for path in whole.root.glob("runs/small/evaluate_model/*/result.json")]
+    assert {report.label: report.prompts for report in reports} == {"base": 2, "correctness": 2, "merged": 2}
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)")
+def test_a_run_with_vllm_as_the_sampler_survives_a_kill(make_place):
+    sampler = {"engine": "vllm", "vllm": {"python": str(PYTHON)}}
+    whole = make_place(sampler)
+    whole.grpo("run", "small.yaml", timeout=3600)
+    require_same_after_a_kill(make_place(sampler), whole)
+    assert list(whole.root.glob("runs/small/train_stage/*/vllm.log"))
+
+
+def require_same_after_a_kill(killed, whole):
+    """Start the run that `whole` has ended, kill it after its first checkpoint, start it again. What both have: the same."""
     process = killed.start("run", "small.yaml")
     stage_dir = wait_for_step("runs/small/train_stage/correctness-*/metrics.jsonl", killed.root, 1, process, limit_s=3600)
     while not list(stage_dir.glob("checkpoints/step-*")):
@@ -91,16 +115,23 @@ def test_a_real_model_goes_through_the_chain_and_survives_a_kill(make_place, who
     assert StageResult.load(stage_dir / "result.json").resumed == 1
     found, wanted = ({name: contents(place)[name] for name in SAME} for place in (killed, whole))
     assert not differences(found, wanted, "killed and resumed")
-    assert [steps for _, steps in wanted["adapters"].values()] == [2, 2]
-    assert len({sha256 for sha256, _ in wanted["adapters"].values()}) == 2
-    assert len(wanted["merged"]) == len(wanted["versions"]) == 1
-    [lab] = whole.root.glob("runs/small/probe_rewards/*/result.json")
-    assert {one.stage for one in LabReport.load(lab).forecasts} == {"format", "correctness"}
-    reports = [EvalReport.load(path) for path in whole.root.glob("runs/small/evaluate_model/*/result.json")]
-    assert {report.label: report.prompts for report in reports} == {"base": 2, "correctness": 2, "merged": 2}
+    return wanted
 
 
-def test_commands_peft_and_mlflow_give_the_answer_of_the_merged_model(whole, real_model):
+def test_a_hub_id_in_the_cache_gives_the_same_run(whole, make_place, real_model, tmp_path):
+    cached = tmp_path / "hub" / f"models--{HUB_ID.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1" * 40)
+    shutil.copytree(real_model, cached / "snapshots" / ("1" * 40))
+    place = make_place(path=HUB_ID)
+    process = place.start("run", "small.yaml", HF_HOME=str(tmp_path))
+    output, _ = process.communicate(timeout=3600)
+    assert process.returncode == 0, output[-6000:]
+    found, wanted = ({name: contents(one)[name] for name in SAME} for one in (place, whole))
+    assert not differences(found, wanted, "a folder and a hub id")
+
+
+def test_commands_peft_and_mlflow_give_the_answer_of_the_merged_model(whole, real_model, tmp_path):
     user = [{"role": "user", "content": "Write two sentences about the sea."}]
     asked = ["--greedy", "--max-new-tokens", 24, user[0]["content"]]
     said = whole.grpo("chat", "small/1", *asked)
@@ -120,9 +151,10 @@ def test_commands_peft_and_mlflow_give_the_answer_of_the_merged_model(whole, rea
         merged(**prompt).logits,
     ]
     assert (logits[0] - logits[2]).abs().max() > 4 * (logits[1] - logits[2]).abs().max()
-    mlflow.set_tracking_uri(f"sqlite:///{whole.root / 'mlflow.db'}")
-    reply = mlflow.pyfunc.load_model("models:/small/1").predict({"messages": user, "max_tokens": 24, "temperature": 0.0})
-    assert reply["choices"][0]["message"]["content"] == answer
+    with serving(f"sqlite:///{whole.root / 'mlflow.db'}", "models:/small/1", tmp_path) as address:
+        asked = {"messages": user, "max_tokens": 24, "temperature": 0.0}
+        for path in "", "?path=/chat/completions":
+            assert post(f"{address}/invocations{path}", asked)["choices"][0]["message"]["content"] == answer
 
 
 def test_added_tokens_go_through_the_chain(make_place):

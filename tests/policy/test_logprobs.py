@@ -3,6 +3,7 @@ import weakref
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.attention.packed_attention import PackedAttention
@@ -155,6 +156,25 @@ def test_a_frozen_head_scores_the_same_and_is_computed_once(temperature, kind):
     head.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, rows=3)[0], logps)
+
+
+@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize("entropy_gradients", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_first_ranks_are_counted_next_to_gradients_in_any_chunks(trained, entropy_gradients, rows):
+    """A vocabulary of a real model makes several chunks, which the backward pass computes a second time."""
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 50).requires_grad_(trained), torch.randn(11, 16)
+    targets = head(hidden).argmax(-1) + torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0])
+    targets.clamp_(max=49)
+    ours, plain, hits = hidden.clone().requires_grad_(), hidden.clone().requires_grad_(), torch.full((11,), 7.0)
+    given = {"temperature": 1.0, "entropy_gradients": entropy_gradients, "rows": rows}
+    logps, _ = score_tokens(head, ours, targets, hits=hits, **given)
+    logps.sum().backward()
+    (-functional.cross_entropy(head(plain), targets, reduction="sum")).backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+    assert torch.equal(hits, (head(hidden).argmax(-1) == targets).float())
+    assert 0 < hits.sum() < 11
 
 
 @pytest.mark.parametrize("layout", ["packed", "plain"])
