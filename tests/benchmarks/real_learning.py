@@ -7,7 +7,7 @@
 
     python -m tests.benchmarks.real_learning [MODEL] [--seeds 1,2] [--ways grpo,own] [--rates 1e-4,3e-4] [--set KEY=VALUE]
 
-prints a line for each training as it ends, appends it to .bench/real-learning.jsonl, and draws the curves of a seed. Each way
+prints a line for each training as it ends, appends it to .bench/real-learning.jsonl, and draws the curves of all. Each way
 takes the rewards of the example, with credit for each rule: no reply of the base keeps all of them, so right ones alone would
 teach nothing. Completions are drawn at temperature 1 (`--set rollout.temperature=0.7`: as the example does): what is drawn below
 1 and learnt by cross entropy sharpens the policy at each update. Started again with the same settings, it goes on.
@@ -74,7 +74,7 @@ def main() -> None:
                     trained = train_stage(config, stage, data, f"{name}-{number}", start=trained).model
                 updates = sum(len(lines(folder)) for folder in Path().glob(f"{name}-[0-9]"))
                 measure(config, data, name, trained, seconds=seconds_of(name), updates=updates)
-        draw(f"{seed}-curves.png", {folder.name: lines(folder) for folder in sorted(Path().glob(f"{seed}-*-[0-9]"))})
+        draw()
 
 
 def measure(config: RunConfig, data: DataReport, name: str, model: ModelRef, **facts: Any) -> None:
@@ -98,16 +98,18 @@ def lines(folder: str | Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def draw(file: str, trainings: dict[str, list[dict[str, float]]]) -> None:
-    """The reward of each update's completions, a curve for each training."""
+def draw() -> None:
+    """The reward of each update's completions: a curve for each training so far, a colour for each way."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, updates in trainings.items():
-        axes.plot(range(1, len(updates) + 1), [update["reward"] for update in updates], label=name)
+    for number, way in enumerate(WAYS):
+        for drawn, folder in enumerate(sorted(Path().glob(f"*-{way}-*-[0-9]"))):
+            rewards = [update["reward"] for update in lines(folder)]
+            axes.plot(range(1, len(rewards) + 1), rewards, color=f"C{number}", alpha=0.8, label=None if drawn else way)
     axes.set(xlabel="update", ylabel="reward of the update's completions (7 rules)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=110)
+    figure.savefig("curves.png", dpi=110)
 
 
 def seconds_of(name: str) -> float:
