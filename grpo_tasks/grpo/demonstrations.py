@@ -224,10 +224,14 @@ def check_share(found: Demonstrations, settings: DemonstrationsConfig, *, stage:
     if found.rows and len(found.refused) <= settings.max_invalid_fraction * total:
         return
     first = "; ".join(map(str, found.refused[:_SHOWN]))
+    too_long = sum(refusal.reason == "too_long" for refusal in found.refused)
+    fix = f"correct these rows ({listed} names all), or raise max_invalid_fraction"
+    if 2 * too_long > len(found.refused):
+        fix = f"raise demonstrations.max_tokens, or rollout.max_completion_length; {listed} names all rows"
     raise DataError(
         f"{found.summary()}, more than demonstrations.max_invalid_fraction {settings.max_invalid_fraction:g}: {first}",
         place=f"stage {stage}, demonstrations",
-        fix=f"correct these rows ({listed} names all), or raise max_invalid_fraction",
+        fix=fix,
     )
 
 

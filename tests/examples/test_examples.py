@@ -176,9 +176,9 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
 
 
 ON_REAL_MODEL = QUICK | {
-    "stages.0.per_device_train_batch_size": 8,
-    "stages.1.per_device_train_batch_size": 8,
-    "rollout.max_completion_length": 16,
+    "stages.0.per_device_train_batch_size": 16,
+    "stages.1.per_device_train_batch_size": 16,
+    "rollout.max_completion_length": 40,
     "lab.num_prompts": 2,
     "evaluation.max_prompts": 2,
     "evaluation.max_truncated": 1.0,

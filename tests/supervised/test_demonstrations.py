@@ -6,7 +6,7 @@ import json
 import pytest
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.demonstrations import REFUSED, encode_turns, read_demonstrations
+from grpo_tasks.grpo.demonstrations import REFUSED, check_share, encode_turns, read_demonstrations
 from grpo_tasks.lab.probes import own_golds
 from grpo_tasks.library import load_data
 from schemas.config.run import RunConfig
@@ -67,6 +67,15 @@ def test_a_stage_with_too_many_stops_before_the_model_loads(hostile, monkeypatch
     assert "made, row 11" in caught.value.message or "made:11" in caught.value.message
     listed = [json.loads(line) for line in (hostile.root / "stage" / REFUSED).read_text().splitlines()]
     assert [(one["line"], one["reason"]) for one in listed] == [(11 + number, reason) for number, (_, reason) in HOSTILE.items()]
+
+
+@pytest.mark.parametrize(("limit", "fix"), [(4, "raise demonstrations.max_tokens"), (64, "correct these rows")])
+def test_the_advice_about_refused_rows_fits_their_reason(hostile, tokenizer, limit, fix):
+    settings = DemonstrationsConfig(column="solution", max_tokens=limit)
+    found = read(hostile, tokenizer, column="solution", max_tokens=limit)
+    with pytest.raises(DataError) as caught:
+        check_share(found, settings, stage="imitation", listed=hostile.root / REFUSED)
+    assert caught.value.fix.startswith(fix)
 
 
 def test_a_stage_that_allows_them_trains_on_the_others_and_says_so(hostile):
