@@ -180,9 +180,11 @@ ON_REAL_MODEL = QUICK | {
     "stages.1.per_device_train_batch_size": 16,
     "rollout.max_completion_length": 40,
     "lab.num_prompts": 2,
+    "lab.strict": "false",
     "evaluation.max_prompts": 2,
     "evaluation.max_truncated": 1.0,
 }
+"""In 40 tokens and two groups it earns no reward for a form that nobody has shown it: right of the lab to say so."""
 
 
 @pytest.mark.real
