@@ -52,7 +52,7 @@ def main() -> None:
     asked.add_argument("--rates", default="")
     asked.add_argument("--set", action="append", default=["rollout.temperature=1"])
     given = asked.parse_args()
-    folder = FOLDER / "+".join(given.set)
+    folder = FOLDER / "+".join(given.set).replace("/", "_")
     try:
         model = real_model_folder(given.model)
     except FileNotFoundError as absent:
