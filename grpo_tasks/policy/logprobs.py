@@ -171,11 +171,11 @@ def score_tokens(
                 entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy, hit
 
-    # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass. One chunk
-    # alone would have its logits a second time for nothing.
+    # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass. With a single
+    # chunk that would save no memory.
     chunks = list(zip(hidden.split(rows), targets.split(rows), strict=True))
-    again = partial(checkpoint, score, use_reentrant=False) if len(chunks) > 1 else score
-    scored = [again(chunk, wanted) for chunk, wanted in chunks]
+    run = partial(checkpoint, score, use_reentrant=False) if len(chunks) > 1 else score
+    scored = [run(chunk, wanted) for chunk, wanted in chunks]
     if hits is not None:
         # Here, and not chunk by chunk: a checkpoint refuses inputs that something changes before it runs them again.
         hits.copy_(torch.cat([hit for _, _, hit in scored if hit is not None]))

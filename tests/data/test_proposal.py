@@ -419,17 +419,7 @@ def test_answers_are_compared_as_what_they_are(truths, equality):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("file", "equality"), FILES)
 def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, equality):
-    if not SHARED.exists():
-        pytest.skip(f"no shared data at {SHARED}")
-    init(SHARED / file, "--yes", "--out", tmp_path / "made.yaml")
-    config = load_config(tmp_path / "made.yaml")
-    if equality:
-        assert config.completion.equality == equality
-    data = load_data(config, tmp_path / "data")
-    assert data.train_rows > 0
-    checks = make(probe_rewards, tmp_path / "lab", config, base_model(config), data).checks
-    assert checks
-    assert [check for check in checks if check.outcome == "failed"] == []
+    config, data = checked_proposal(tmp_path, file, equality)
     last = config.stages[-1].model_copy(update={"max_steps": 3})
     result = train_stage(config, last, data, tmp_path / "stage")
     assert result.steps == 3
@@ -441,11 +431,20 @@ def test_every_shared_file_gets_a_config_that_trains_unedited(tmp_path, file, eq
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("file", "equality"), FILES)
 def test_every_shared_file_gets_a_config_for_a_real_model(tmp_path, real_model, file, equality):
+    short = ["rollout.max_completion_length=8", "lab.num_prompts=2"]
+    config, data = checked_proposal(tmp_path, file, equality, "--model", real_model, settings=short)
+    assert config.model.path == str(real_model)
+    small = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    last = config.stages[-1].model_copy(update=small)
+    assert train_stage(config, last, data, tmp_path / "stage").steps == 1
+
+
+def checked_proposal(tmp_path, file, equality, *arguments, settings=()):
+    """The config that `grpo init` makes of a shared file, and its data, once the lab has found nothing wrong."""
     if not SHARED.exists():
         pytest.skip(f"no shared data at {SHARED}")
-    init(SHARED / file, "--yes", "--model", real_model, "--out", tmp_path / "made.yaml")
-    config = load_config(tmp_path / "made.yaml", ["rollout.max_completion_length=8", "lab.num_prompts=2"])
-    assert config.model.path == str(real_model)
+    init(SHARED / file, "--yes", *arguments, "--out", tmp_path / "made.yaml")
+    config = load_config(tmp_path / "made.yaml", settings)
     if equality:
         assert config.completion.equality == equality
     data = load_data(config, tmp_path / "data")
@@ -453,9 +452,7 @@ def test_every_shared_file_gets_a_config_for_a_real_model(tmp_path, real_model, 
     checks = make(probe_rewards, tmp_path / "lab", config, base_model(config), data).checks
     assert checks
     assert [check for check in checks if check.outcome == "failed"] == []
-    small = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-    last = config.stages[-1].model_copy(update=small)
-    assert train_stage(config, last, data, tmp_path / "stage").steps == 1
+    return config, data
 
 
 def test_the_only_file_is_taken_and_a_config_never_overwritten_without_force(here):

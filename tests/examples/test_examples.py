@@ -184,7 +184,7 @@ ON_REAL_MODEL = QUICK | {
     "evaluation.max_prompts": 2,
     "evaluation.max_truncated": 1.0,
 }
-"""In 40 tokens and two groups it earns no reward for a form that nobody has shown it: right of the lab to say so."""
+"""In 40 tokens and two groups this model earns no reward for a form that nobody has shown it. A strict lab is right to stop."""
 
 
 @pytest.mark.real

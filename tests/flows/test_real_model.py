@@ -101,7 +101,7 @@ def test_a_run_with_vllm_as_the_sampler_survives_a_kill(make_place):
 
 
 def require_same_after_a_kill(killed, whole):
-    """Start the run that `whole` has ended, kill it after its first checkpoint, start it again. What both have: the same."""
+    """Start the run of `whole`, kill it in its last stage and start it again: it ends with the same bytes, which are returned."""
     process = killed.start("run", "small.yaml")
     stage_dir = wait_for_step("runs/small/train_stage/correctness-*/metrics.jsonl", killed.root, 1, process, limit_s=3600)
     while not list(stage_dir.glob("checkpoints/step-*")):
