@@ -43,6 +43,7 @@ STARTED = {
     "train_stage": {"grpo_tasks.grpo.__main__"},
     "evaluate_model": {"grpo_tasks.rollout.__main__", "grpo_tasks.rewards.serve", "grpo_tasks.environments.serve"},
     "merge_adapter": {"grpo_tasks.policy.__main__"},
+    "probe_rewards": {"grpo_tasks.rollout.__main__", "grpo_tasks.data.demonstrations"},
     "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.proof"},
 }
 """Modules that a step starts in processes of their own."""

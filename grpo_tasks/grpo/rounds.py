@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.tokenizer import prompt_ids
+from grpo_tasks.data.demonstrations import Demonstrations
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.kit.progress import Progress, report
@@ -311,6 +312,31 @@ class Rounds:
         if isinstance(engine, VllmEngine):
             report = EngineReport(report.figures | {SAMPLER_WAIT: waited}, report.events)
         return replace(current, report=report)
+
+
+class DemonstrationRounds:
+    """Rounds of kind sft, siblings of rounds.Rounds: demonstrations of the next prompts, as if they had been sampled."""
+
+    ahead = 0
+
+    def __init__(self, found: Demonstrations, schedule: PromptSchedule) -> None:
+        self._found, self._schedule = found, schedule
+
+    def take(self, number: int) -> Round:
+        """Round `number`, counted from 0; no reward compares its texts, and none is left out."""
+        numbers = self._schedule.prompts_of(number)
+        rows, made, count = [self._found.rows[at] for at in numbers], [self._found.tokens[at] for at in numbers], len(numbers)
+        texts = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made]
+        rollout = Rollout(rows, [one.prompt for one in made], texts, group_size=1, seconds=0.0)
+        scores = Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
+        gained = Advantages(torch.zeros(count, 1), torch.zeros(count), torch.zeros(count, dtype=torch.bool))
+        return Round(ScoredRollout(rollout, scores, 0.0), gained, 0, rollout.num_tokens, version=number)
+
+    def drop(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing is sampled."""
 
 
 def sample_groups(

@@ -20,9 +20,9 @@ import torch
 from scipy.optimize import nnls
 
 from grpo_tasks.content.tokenizer import prompt_ids
+from grpo_tasks.data.demonstrations import read_demonstrations
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.advantages import Advantages, advantages
-from grpo_tasks.grpo.demonstrations import read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.microbatches import Microbatches, make_microbatches
 from grpo_tasks.grpo.policies import Policies

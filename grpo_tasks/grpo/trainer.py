@@ -16,14 +16,14 @@ from dataclasses import replace
 import torch
 
 from grpo_tasks.content.limited_model import limited_templates
+from grpo_tasks.data.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.demonstrations import REFUSED, DemonstrationRounds, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, length_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatches, OldLogps, chosen_completions, make_microbatches
 from grpo_tasks.grpo.policies import load_policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Collector, Mixture, PromptSchedule, Round, Rounds
+from grpo_tasks.grpo.rounds import Collector, DemonstrationRounds, Mixture, PromptSchedule, Round, Rounds
 from grpo_tasks.grpo.sampler import check_copy_fits, rollout_engine
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.kit.files import replacing

@@ -1,4 +1,7 @@
-"""Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training."""
+"""Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training.
+
+It reads the demonstrations first, if there are any, so that faults in them cost no evaluation and no earlier stage.
+"""
 
 import json
 import time
@@ -19,7 +22,7 @@ from grpo_tasks.kit.files import remove
 from grpo_tasks.lab.probes import GroupSample
 from grpo_tasks.lab.report import prompt_markdown, report_markdown
 from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, sampled_signal, weighed
-from grpo_tasks.processes.child import LOG
+from grpo_tasks.processes.child import LOG, SPEC, run_module
 from grpo_tasks.rollout.parts import PARTS, sample_in_parts
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec
 from grpo_tasks.running.step import Work, step
@@ -40,7 +43,7 @@ NOT_SAMPLED = "rewards: tools and environments have to work first"
 
 @step(
     reads="completion rewards lab difficulty.success data.tasks.rewards stages.name stages.kind stages.rewards "
-    f"stages.num_generations rollout interaction seed {UNMERGED}",
+    f"stages.num_generations stages.demonstrations rollout interaction seed {UNMERGED}",
     keeps=(PARTS,),
     device=True,
     on_cluster=True,
@@ -49,6 +52,7 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
     finding when `lab.strict` is set."""
     began = time.perf_counter()
+    _read_demonstrations(work, config, data)
     stages = [stage for stage in config.stages if stage.rewards]
     if not stages:
         return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
@@ -67,6 +71,27 @@ def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataRepo
     # An environment may begin otherwise than the row.
     begun = played_of(samples["conversation"][0]).prompt if config.interaction.active else rows[0].messages
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began, used, _first_prompt(config, begun))
+
+
+def _read_demonstrations(work: Work, config: RunConfig, data: DataReport) -> None:
+    taught = [(stage.name, stage.demonstrations) for stage in config.stages if stage.demonstrations is not None]
+    if not taught:
+        return
+    # Imports transformers, which other runs do without here.
+    from grpo_tasks.data.demonstrations import DemonstrationsSpec
+
+    shown = with_offered_tools(config).rollout.chat_template_kwargs
+    given = {
+        "max_tokens": config.interaction.longest(config.rollout),
+        "model": config.model,
+        "template": shown,
+        "train": data.train,
+    }
+    for name, settings in taught:
+        folder = work.directory / f"demonstrations-{name}"
+        folder.mkdir()
+        DemonstrationsSpec(stage=name, settings=settings, **given).save(folder / SPEC)
+        run_module("grpo_tasks.data.demonstrations", folder)
 
 
 def _first_prompt(config: RunConfig, messages: Sequence[Message]) -> str:

@@ -84,7 +84,7 @@ class DemonstrationsConfig(Section):
     environment interaction.max_tokens."""
     max_invalid_fraction: Fraction = 0.05
     """Share of the rows that may lack a usable demonstration. They are left out and listed in refused_demonstrations.jsonl. With
-    more of them the stage stops before the model is loaded."""
+    more of them the run stops in the reward lab, before anything is sampled."""
     module_dir: Path | None = None
     """Folder with the module of your function, relative to the working directory. Empty: as for rewards.module_dir."""
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.content.tokenizer import end_token_ids, prompt_ids, surroundings, text_ids, turn_end
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.grpo.demonstrations import encode_turns
+from grpo_tasks.data.demonstrations import encode_turns
 from grpo_tasks.grpo.trl import _SuiteTrainer
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge

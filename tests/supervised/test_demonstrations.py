@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from grpo_tasks.data.demonstrations import REFUSED, check_share, encode_turns, read_demonstrations
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.demonstrations import REFUSED, check_share, encode_turns, read_demonstrations
 from grpo_tasks.lab.probes import own_golds
-from grpo_tasks.library import load_data
+from grpo_tasks.library import base_model, load_data, make, train_stage
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.run import RunConfig
 from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
@@ -76,6 +77,36 @@ def test_the_advice_about_refused_rows_fits_their_reason(hostile, tokenizer, lim
     with pytest.raises(DataError) as caught:
         check_share(found, settings, stage="imitation", listed=hostile.root / REFUSED)
     assert caught.value.fix.startswith(fix)
+
+
+ADDED = "<step>"
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(9, 3), (4, 40)])
+def test_the_lab_refuses_before_anything_is_sampled_what_a_later_stage_would(tmp_path, limit, refused):
+    rows = [{"prompt": f"{number} + 1?", "answer": number + 1, "shown": f"{ADDED}so {number + 1}"} for number in range(40)]
+    for row in rows[:3]:
+        row["shown"] = f"<|im_start|>{row['answer']}"
+    files = {"train": rows, "eval": [{"prompt": "40 + 1?", "answer": 41}]}
+    for name, held in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, held)))
+    taught = {"name": "taught", "kind": "sft", "demonstrations": {"column": "shown", "max_tokens": limit}, "max_steps": 1}
+    config = RunConfig(
+        model={"added_tokens": [ADDED]},
+        data={name: [{"path": str(tmp_path / f"{name}.jsonl")}] for name in files} | {"format": "conversational"},
+        validation={"min_train_rows": 1},
+        stages=[{"name": "first", "rewards": ["format"]}, taught],
+    )
+    data = load_data(config, tmp_path / "data")
+    with pytest.raises(DataError, match="stage taught") as caught:
+        make(probe_rewards, tmp_path / "lab", config, base_model(config), data)
+    assert not list((tmp_path / "lab").rglob("*.parquet"))
+    with pytest.raises(DataError) as later:
+        train_stage(config, "taught", data, tmp_path / "stage")
+    assert caught.value.message == later.value.message
+    listed = (tmp_path / "lab" / "demonstrations-taught" / REFUSED).read_text()
+    assert listed == (tmp_path / "stage" / REFUSED).read_text()
+    assert len(listed.splitlines()) == refused
 
 
 def test_a_stage_that_allows_them_trains_on_the_others_and_says_so(hostile):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_tasks.data.demonstrations import encode_turns, read_demonstrations
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.grpo.demonstrations import encode_turns, read_demonstrations
 from schemas.config.stage import DemonstrationsConfig
 from schemas.paths import resolve
 from tests.grpo.conftest import SYSTEM, journal

@@ -1,6 +1,9 @@
 """Rows of the data -> demonstrations as tokens; the others are counted, named with their line and left out.
 
 Texts are data: one that contains a marker of the chat template is refused, because it could open a turn of its own.
+
+A stage of kind sft reads them when it starts. `python -m grpo_tasks.data.demonstrations DIRECTORY` does so for the lab, before anything
+expensive: a process of its own, because a function may make them.
 """
 
 import json
@@ -12,29 +15,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import (
     RefusedError,
+    add_tokens,
+    added_tokens,
     contains_special,
     end_marker,
     prompt_ids,
     rendered,
+    set_template_defaults,
     special_tokens,
     turn_end,
 )
+from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.records import chat_message
-from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.rounds import PromptSchedule, Rollout, Round, ScoredRollout
-from grpo_tasks.rewards.suite import Scores
-from grpo_tasks.rollout.engine import Completion
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.processes.child import SPEC, run_child
+from schemas.config.model import ModelConfig
 from schemas.config.stage import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.prompts import PLAIN, PromptRow
+from schemas.results.base import Result
 
 _SHOWN_TURNS = 80
 """Characters of a text that an error shows."""
@@ -42,7 +48,7 @@ Turn = Mapping[str, Any]
 """A chat message: role and content, and what else a template knows, such as tool_calls."""
 
 REFUSED = "refused_demonstrations.jsonl"
-"""File of the stage directory that names every refused row."""
+"""Names every refused row, in the folder of the stage, or of the lab that was first to read them."""
 _ROLES = ("user", "assistant", "tool")
 _KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 _SHOWN = 3
@@ -303,26 +309,31 @@ def _check_turn(turn: Turn, row: PromptRow) -> None:
         raise UnusableError("empty", "a turn of the assistant is empty")
 
 
-class DemonstrationRounds:
-    """Rounds of kind sft, siblings of rounds.Rounds: demonstrations of the next prompts, as if they had been sampled."""
+class DemonstrationsSpec(Result):
+    """What the process that only reads demonstrations is given, as spec.json."""
 
-    ahead = 0
+    stage: str
+    settings: DemonstrationsConfig
+    max_tokens: int
+    model: ModelConfig
+    template: dict[str, Any]
+    """Variables of the chat template."""
+    train: Path
+    """Accepted rows (schemas/tables.py Prompts)."""
 
-    def __init__(self, found: Demonstrations, schedule: PromptSchedule) -> None:
-        self._found, self._schedule = found, schedule
 
-    def take(self, number: int) -> Round:
-        """Round `number`, counted from 0; no reward compares its texts, and none is left out."""
-        numbers = self._schedule.prompts_of(number)
-        rows, made, count = [self._found.rows[at] for at in numbers], [self._found.tokens[at] for at in numbers], len(numbers)
-        texts = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made]
-        rollout = Rollout(rows, [one.prompt for one in made], texts, group_size=1, seconds=0.0)
-        scores = Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
-        gained = Advantages(torch.zeros(count, 1), torch.zeros(count), torch.zeros(count, dtype=torch.bool))
-        return Round(ScoredRollout(rollout, scores, 0.0), gained, 0, rollout.num_tokens, version=number)
+def main(directory: Path) -> None:
+    """Read all demonstrations of a stage; DataError when too many rows have none."""
+    spec = DemonstrationsSpec.load(directory / SPEC)
+    rows = read_prompts(spec.train)
+    tokenizer = load_counter(spec.model, chats=not rows[0].plain).tokenizer
+    add_tokens(tokenizer, added_tokens(spec.model))
+    set_template_defaults(tokenizer, spec.template)
+    with limited_templates(spec.model.path):
+        found = read_demonstrations(rows, spec.settings, tokenizer, max_tokens=spec.max_tokens)
+    found.write(directory / REFUSED)
+    check_share(found, spec.settings, stage=spec.stage, listed=directory / REFUSED)
 
-    def drop(self) -> None:
-        """Nothing is in flight."""
 
-    def close(self) -> None:
-        """Nothing is sampled."""
+if __name__ == "__main__":
+    run_child(main)
