@@ -2,8 +2,8 @@
 
 Texts are data: one that contains a marker of the chat template is refused, because it could open a turn of its own.
 
-A stage of kind sft reads them when it starts. `python -m grpo_tasks.data.demonstrations DIRECTORY` does so for the lab, before anything
-expensive: a process of its own, because a function may make them.
+A stage of kind sft reads them when it starts. `python -m grpo_tasks.data.demonstrations DIRECTORY` does so for the lab, before
+anything expensive: a process of its own, because a function may make them.
 """
 
 import json
