@@ -41,6 +41,8 @@ SHOWN = ("rewards/complete/mean", "reward")
 EPOCHS = 3
 TRIED = 10
 """Updates that show how long one takes."""
+SHORTER = 1.15
+"""They get shorter, as the replies do: so many times as many updates take at least as long as GRPO took."""
 
 
 def main() -> None:
@@ -129,13 +131,13 @@ def trl(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: in
 
 
 def rejection(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
-    """Rejection sampling update by update: the best completion of each group, for as long as GRPO took.
+    """Rejection sampling update by update: the best completion of each group, for at least as long as GRPO took.
 
     It draws at the temperature of the rollout, and learns at 1: below 1 each update sharpens the policy.
     """
     kind = changed(stages[-1], kind="rejection", keep_completions=1)
     train_stage(config, changed(kind, max_steps=TRIED), data, f"{seed}-tried-0", start=base_model(config))
-    return [changed(kind, max_steps=round(grpo_seconds(seed) / tried(seed, "step_time")))]
+    return [changed(kind, max_steps=round(SHORTER * grpo_seconds(seed) / tried(seed, "step_time")))]
 
 
 def own(config: RunConfig, stages: list[StageConfig], data: DataReport, seed: int) -> list[StageConfig]:
