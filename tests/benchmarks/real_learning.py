@@ -54,7 +54,9 @@ def main() -> None:
     asked.add_argument("--rates", default="")
     asked.add_argument("--set", action="append", default=["rollout.temperature=1"])
     given = asked.parse_args()
-    folder = FOLDER / "+".join(given.set).replace("/", "_")
+    # The last value of a setting counts.
+    settings = dict(one.split("=", 1) for one in given.set)
+    folder = FOLDER / "+".join(f"{key}={value}" for key, value in settings.items()).replace("/", "_")
     try:
         model = real_model_folder(given.model)
     except FileNotFoundError as absent:
