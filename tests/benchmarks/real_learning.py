@@ -106,7 +106,8 @@ def draw() -> None:
     """The reward of each update's completions: a curve for each training so far, a colour for each way."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for number, way in enumerate(WAYS):
+    # The completions of the fourth way are drawn once, so they have one reward.
+    for number, way in enumerate(("grpo", "trl", "rejection")):
         for drawn, folder in enumerate(sorted(Path().glob(f"*-{way}-*-[0-9]"))):
             rewards = [update["reward"] for update in lines(folder)]
             axes.plot(range(1, len(rewards) + 1), rewards, color=f"C{number}", alpha=0.8, label=None if drawn else way)
