@@ -315,7 +315,7 @@ class Rounds:
 
 
 class DemonstrationRounds:
-    """Rounds of kind sft, siblings of rounds.Rounds: demonstrations of the next prompts, as if they had been sampled."""
+    """Rounds of kind sft, in the place of Rounds: demonstrations of the next prompts, as if they had been sampled."""
 
     ahead = 0
 

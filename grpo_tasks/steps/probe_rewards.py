@@ -50,7 +50,7 @@ NOT_SAMPLED = "rewards: tools and environments have to work first"
 )
 def probe_rewards(work: Work, config: RunConfig, start: ModelRef, data: DataReport) -> LabReport:
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
-    finding when `lab.strict` is set."""
+    finding when `lab.strict` is set; a DataError where too many rows lack a demonstration that a stage wants."""
     began = time.perf_counter()
     _read_demonstrations(work, config, data)
     stages = [stage for stage in config.stages if stage.rewards]
@@ -81,16 +81,17 @@ def _read_demonstrations(work: Work, config: RunConfig, data: DataReport) -> Non
     from grpo_tasks.data.demonstrations import DemonstrationsSpec
 
     shown = with_offered_tools(config).rollout.chat_template_kwargs
-    given = {
-        "max_tokens": config.interaction.longest(config.rollout),
-        "model": config.model,
-        "template": shown,
-        "train": data.train,
-    }
     for name, settings in taught:
         folder = work.directory / f"demonstrations-{name}"
         folder.mkdir()
-        DemonstrationsSpec(stage=name, settings=settings, **given).save(folder / SPEC)
+        DemonstrationsSpec(
+            stage=name,
+            settings=settings,
+            max_tokens=config.interaction.longest(config.rollout),
+            model=config.model,
+            template=shown,
+            train=data.train,
+        ).save(folder / SPEC)
         run_module("grpo_tasks.data.demonstrations", folder)
 
 
