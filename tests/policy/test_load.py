@@ -110,6 +110,7 @@ def test_merging_and_asking_the_published_model_take_the_threads_of_the_config(t
 
 
 COMPUTE_NOTHING = {
+    "grpo_tasks.data.demonstrations": "renders and tokenizes",
     "grpo_tasks.policy.structure": "on the meta device",
     "grpo_tasks.tracking.log_model": "copies files",
     "grpo_tasks.cluster.stage": "starts processes on nodes",
