@@ -3,6 +3,10 @@
 Decoding one token for a few dozen rows spends most of its time on launching kernels. Here the projections of queries, keys and
 values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
 walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape.
+
+On a CPU most of the time goes into products of a few rows with large weights. In float32 these are computed as W x^T, and the
+residual stream is a transposed [hidden size, N], which the products are added to in place. BLAS multiplies x W^T of 4 to 64 rows
+much slower, above all with several threads (docs/benchmarks.md).
 """
 
 from collections.abc import Mapping
@@ -20,6 +24,9 @@ from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
 from grpo_tasks.policy.structure import angles_depend_on_length
 from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
+
+LARGE = 2**18
+"""Weights of a matrix whose products with a few rows take longer than their calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class _Stacked:
     """The adapters' scale * B, transposed, one block per projection."""
 
     def __call__(self, given: Float[Tensor, "N in"]) -> Float[Tensor, "N out"]:
-        found = functional.linear(given, self.weight, self.bias)
+        found = _product(given, self.weight, self.bias)
         if self.up is None:
             return found
         size = self.up.shape[1]
@@ -101,6 +108,7 @@ class FusedDecoder:
         if config.hidden_act != "silu" or getattr(config, "final_logit_softcapping", None):
             raise UnsupportedError("an activation other than SiLU, or capped logits")
         self._head = model.get_output_embeddings()
+        self._transposed = _weights_first(self._layers[0].gate_up.weight)
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
         if angles_depend_on_length(model):
             raise UnsupportedError("rotary angles that depend on the length")
@@ -125,6 +133,8 @@ class FusedDecoder:
         """Logits after the last token of each row, whose keys and values are added to those that are there."""
         # [N, hidden size], without an axis for tokens: there is one token per row.
         hidden = self._embed(tokens)
+        if self._transposed:
+            hidden = hidden.t().contiguous().t()  # the same numbers, in memory as [hidden size, N]
         # The rotary embedding (arXiv:2104.09864, eq. 34) of each row's position, as a matrix [N, D, D] that heads are multiplied
         # by. It has the layout of transformers: dimension i is paired with i + D / 2.
         cos, sin = self.angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
@@ -137,7 +147,10 @@ class FusedDecoder:
             # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
             gate, up = layer.gate_up(_normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             layer.down.add(hidden, functional.silu(gate) * up)
-        logits: Tensor = self._head(_normed(hidden, self._norm))
+        normed = _normed(hidden, self._norm)
+        # Sampling reads the logits row by row, several times.
+        plain = type(self._head) is nn.Linear
+        logits: Tensor = _product(normed, self._head.weight, self._head.bias).contiguous() if plain else self._head(normed)
         return logits
 
     def _project(
@@ -202,6 +215,19 @@ def _fuse(linears: list[nn.Module], *, room: int = 0) -> _Stacked:
             layer.weight = _frozen(weight)
         out += len(weight)
     return _Stacked(fused, torch.cat(biases) if biases else None, up.t() if rank else None)
+
+
+def _product(given: Float[Tensor, "N in"], weight: Float[Tensor, "out in"], bias: Tensor | None) -> Float[Tensor, "N out"]:
+    """W x + b of a few rows x; in memory [out, N] where the weights come first."""
+    if not _weights_first(weight):
+        return functional.linear(given, weight, bias)
+    turned = weight @ given.t() if bias is None else torch.addmm(bias[:, None], weight, given.t())
+    return turned.t()
+
+
+def _weights_first(weight: Tensor) -> bool:
+    # Products in 16 bits are another library's (oneDNN), and have not been measured.
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LARGE
 
 
 def _frozen(view: Tensor) -> nn.Parameter:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from grpo_tasks.planning.live_memory import LiveMemory
+from grpo_tasks.rollout import fused_decoder
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -184,8 +185,10 @@ def test_the_buckets_of_a_gpu_give_the_completions_of_a_cpu(model, settings, tok
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("large", [1, 2**18], ids=["weights first", "rows first"])
 @pytest.mark.parametrize("model", ROTATED)
-def test_a_fused_step_draws_what_the_models_own_step_draws(model, temperature, tokenizer):
+def test_a_fused_step_draws_what_the_models_own_step_draws(model, large, temperature, tokenizer, monkeypatch):
+    monkeypatch.setattr(fused_decoder, "LARGE", large)
     drawn = []
     for options in ({"fuse_kernels": False}, {}):
         engine = engine_of(model, tokenizer, GPU, **options)
