@@ -70,7 +70,10 @@ class Products:
 
     @torch.inference_mode()
     def seconds(self, dtype: torch.dtype, tokens: int, drawn: int, *, backward: bool) -> float:
-        """How long these products take alone, the best of five; every matrix is a tensor of its own, as in a model."""
+        """How long these products take alone, the best of five; every matrix is a tensor of its own, as in a model.
+
+        Without the way back, as a decoding step takes them (fused_decoder.py): in float32 W x^T.
+        """
         chunk = chunk_rows(self.head[0], torch.device("cpu"))
         sized = [(shape, tokens) for shape in self.layers]
         sized += [(self.head, min(chunk, drawn - row)) for row in range(0, drawn, chunk)]
@@ -82,6 +85,9 @@ class Products:
         for _ in range(5):
             began = time.perf_counter()
             for ((out, into), rows), matrix in zip(sized, own, strict=True):
+                if not backward and dtype == torch.float32:
+                    matrix @ given[rows, into].t()
+                    continue
                 functional.linear(given[rows, into], matrix)
                 if backward:
                     slopes[rows, out] @ matrix
