@@ -6,7 +6,7 @@ walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape.
 
 On a CPU most of the time goes into products of a few rows with large weights. In float32 these are computed as W x^T, and the
 residual stream is a transposed [hidden size, N], which the products are added to in place. BLAS multiplies x W^T of 4 to 64 rows
-much slower, above all with several threads (docs/benchmarks.md).
+more slowly, above all with several threads (docs/benchmarks.md).
 """
 
 from collections.abc import Mapping
