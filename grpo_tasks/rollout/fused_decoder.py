@@ -4,9 +4,9 @@ Decoding one token for a few dozen rows spends most of its time on launching ker
 values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
 walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape.
 
-On a CPU most of the time goes into products of a few rows with large weights. In float32 these are computed as W x^T, and the
-residual stream is a transposed [hidden size, N], which the products are added to in place. BLAS multiplies x W^T of 4 to 64 rows
-more slowly, above all with several threads (docs/benchmarks.md).
+On a CPU most of the time of a pretrained model goes into products of a few rows with large weights. In float32 these are
+computed as W x^T, and the residual stream is a transposed [hidden size, N], which the products are added to in place. BLAS
+multiplies x W^T of 4 to 64 rows more slowly (docs/benchmarks.md).
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from grpo_tasks.policy.structure import angles_depend_on_length
 from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
 
 LARGE = 2**18
-"""Weights of a matrix whose products with a few rows take longer than their calls."""
+"""Weights of a matrix from which on W x^T is taken. The embedded model, whose matrices are smaller, decodes no faster with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ def test_a_fused_step_draws_what_the_models_own_step_draws(model, large, tempera
         engine = engine_of(model, tokenizer, GPU, **options)
         drawn.append(engine.generate(REQUESTS, replace(sampling(), temperature=temperature)))
         assert (engine._fused is not None) == (bool(not options) and model in FUSED)
+        assert engine._fused is None or engine._fused._transposed == (large == 1)
     for wanted, found in zip(*drawn, strict=True):
         assert found.token_ids == wanted.token_ids
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
