@@ -105,8 +105,8 @@ def test_help_a_dry_run_and_a_refused_config_import_nothing_heavy():
 
 
 @pytest.mark.slow
-def test_the_trainer_imports_neither_orchestrator_nor_tracker():
-    code = "import sys, grpo_tasks.grpo.__main__\nassert not {'prefect', 'mlflow'} & set(sys.modules)"
+def test_the_trainer_imports_neither_orchestrator_nor_tracker_nor_tables():
+    code = "import sys, grpo_tasks.grpo.__main__\nassert not {'prefect', 'mlflow', 'polars', 'pandera'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -32,7 +32,6 @@ from grpo_tasks.content.tokenizer import (
     special_tokens,
     turn_end,
 )
-from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.records import chat_message
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.processes.child import SPEC, run_child
@@ -324,6 +323,9 @@ class DemonstrationsSpec(Result):
 
 def main(directory: Path) -> None:
     """Read all demonstrations of a stage; DataError when too many rows have none."""
+    # polars, which the training process imports nowhere: a GPU machine may lack it.
+    from grpo_tasks.data.chat_tokens import load_counter
+
     spec = DemonstrationsSpec.load(directory / SPEC)
     rows = read_prompts(spec.train)
     tokenizer = load_counter(spec.model, chats=not rows[0].plain).tokenizer
